@@ -1,0 +1,185 @@
+"""Plan: what every operator and block does, and what that is predicted to cost."""
+
+import dataclasses
+import itertools
+from typing import Literal
+
+from osdp_ray.records.profile import Recompute
+from osdp_ray.schema import Record, format_table, record
+from osdp_ray.units import format_bytes, format_percent, format_seconds
+
+ShardOver = Literal["none", "node", "world"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class Choice:
+    """How one operator's parameters, gradients and optimizer state are held.
+
+    `shard_over`: replicated ('none'), or sharded over the ranks of a node or of the world. `regather`: free the
+    gathered parameters after forward and gather them again in backward, or keep them in between.
+    """
+
+    shard_over: ShardOver
+    regather: bool
+
+    @property
+    def label(self) -> str:
+        """The field's name of the choice: DP, ZeRO-2, ZeRO-3, HSDP."""
+        names = {"none": ("DP", "DP"), "node": ("HSDP-2", "HSDP"), "world": ("ZeRO-2", "ZeRO-3")}
+        return names[self.shard_over][self.regather]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Operators of one section that share a choice and so one collective: one FSDP unit. Names are relative."""
+
+    operators: tuple[str, ...]
+    choice: Choice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SectionPlan:
+    """What one section does. In a block the first unit is gathered at the block's door, the others at their operators."""
+
+    name: str
+    recompute: Recompute
+    units: tuple[Unit, ...]
+
+    @property
+    def label(self) -> str:
+        """A short name of what the section does: 'ZeRO-3', 'DP(mlp.fc) + ZeRO-3', ', recompute'."""
+        parts = []
+        for unit in sorted(self.units, key=lambda unit: -len(unit.operators)):
+            parts.append(unit.choice.label if len(self.units) == 1 else f"{unit.choice.label} {len(unit.operators)} op")
+        label = " + ".join(parts) or "-"
+        return label if self.recompute == "none" else f"{label}, recompute {self.recompute}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a plan costs. `peak_by_phase` maps a phase to the highest bytes in it; the largest is `peak_bytes`.
+
+    Phases of memory: forward, loss, backward, optimizer. Phases of time: forward, backward, communication, optimizer.
+    """
+
+    peak_bytes: int
+    persistent_bytes: int
+    peak_by_phase: dict[str, int]
+    step_s: float
+    step_s_by_phase: dict[str, float]
+    samples_per_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A uniform setting at its own best micro-batch, or None where it fits with none."""
+
+    name: str
+    micro_batch: int | None
+    peak_bytes: int
+    step_s: float | None
+    samples_per_s: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SolverReport:
+    """How the plan was found. `status` is 'optimal' only where that was proven, else 'feasible' with its gap."""
+
+    solver: str
+    status: Literal["optimal", "feasible"]
+    gap_fraction: float
+    num_solves: int
+    num_cuts: int
+    solve_s: float
+
+
+@record("plan", version=1)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Record):
+    """Everything the workers need to run a model, and what it is predicted to cost."""
+
+    workload: str
+    workload_hash: str
+    ranks_per_node: tuple[int, ...]
+    budget_bytes: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    sections: tuple[SectionPlan, ...]
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...]
+    solver: SolverReport
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.ranks_per_node)
+
+    @property
+    def decisions(self) -> tuple[object, ...]:
+        """What the workers would do differently under another plan; equal decisions run the same."""
+        return (self.global_batch, self.micro_batch, self.accumulation, self.sections)
+
+    def table(self) -> str:
+        """The plan for a terminal: one line per run of equal sections, then the prediction and the alternatives."""
+        rows = []
+        for _, group in itertools.groupby(self.sections, key=lambda section: (section.recompute, section.units)):
+            run = list(group)
+            name = run[0].name if len(run) == 1 else f"{run[0].name} .. {run[-1].name}"
+            for index, unit in enumerate(run[0].units):
+                rows.append(
+                    (
+                        name if index == 0 else "",
+                        str(len(run)) if index == 0 else "",
+                        ", ".join(unit.operators),
+                        unit.choice.shard_over,
+                        "gather again" if unit.choice.regather else "keep",
+                        unit.choice.label,
+                        run[0].recompute,
+                    )
+                )
+        header = ("section", "count", "operators", "shard over", "between", "known as", "recompute")
+        prediction = self.prediction
+        lines = [
+            format_table(header, rows),
+            "",
+            f"{self.num_ranks} ranks x micro-batch {self.micro_batch} x accumulation {self.accumulation} "
+            f"= global batch {self.global_batch}",
+            f"predicted peak {format_bytes(prediction.peak_bytes)} of {format_bytes(self.budget_bytes)} per device "
+            f"({', '.join(f'{phase} {format_bytes(peak)}' for phase, peak in prediction.peak_by_phase.items())})",
+            f"predicted step {format_seconds(prediction.step_s)} "
+            f"({', '.join(f'{phase} {format_seconds(value)}' for phase, value in prediction.step_s_by_phase.items())}), "
+            f"{prediction.samples_per_s:.1f} samples/s",
+            f"solver {self.solver.solver}: {self.solver.status}"
+            + (f", gap {format_percent(self.solver.gap_fraction)}" if self.solver.status != "optimal" else "")
+            + f", {self.solver.num_solves} solves in {format_seconds(self.solver.solve_s)}",
+        ]
+        if self.alternatives:
+            lines += ["", format_table(*_alternatives(self))]
+        return "\n".join(lines)
+
+
+def _alternatives(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    rows = [
+        (
+            "this plan",
+            str(plan.micro_batch),
+            format_bytes(plan.prediction.peak_bytes),
+            f"{plan.prediction.samples_per_s:.1f}",
+            "",
+        )
+    ]
+    for other in plan.alternatives:
+        if other.samples_per_s is None:
+            rows.append((other.name, "-", format_bytes(other.peak_bytes), "does not fit", ""))
+        else:
+            gain = plan.prediction.samples_per_s / other.samples_per_s - 1
+            rows.append(
+                (
+                    other.name,
+                    str(other.micro_batch),
+                    format_bytes(other.peak_bytes),
+                    f"{other.samples_per_s:.1f}",
+                    f"{gain * 100:+.1f} %",
+                )
+            )
+    return ("setting", "micro-batch", "peak", "samples/s", "this plan is"), rows

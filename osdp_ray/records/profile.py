@@ -1,0 +1,239 @@
+"""Profile: what the operators of a model cost on a cluster.
+
+The model is a row of sections in the order of execution: `stem` (what runs before the first block), the blocks, and
+`head` (what runs after the last one, the loss included). Sections of the same structure share a SectionClass. A class
+owns operators (modules that own parameters) and, per way to recompute, a trace: its allocator events in one forward
+and backward, each size an affine function of the micro-batch. `costs.simulate_step` plays a whole step from them.
+"""
+
+import dataclasses
+from typing import Literal
+
+from osdp_ray.schema import Record, format_table, record
+from osdp_ray.units import format_bytes, format_seconds
+
+Recompute = Literal["none", "selective", "full"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
+GroupKind = Literal["node", "across", "world"]
+
+# Codes of TraceEvent.code. `ref` is a buffer for the first two, an operator index (-1: the section itself) for the
+# hooks, and a parameter index for GRADIENT, whose buffer is `buffer`.
+ALLOC, FREE, ENTER, EXIT, PRE_BACKWARD, POST_BACKWARD, GRADIENT, WORKSPACE = range(8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter tensor. `name` is relative to its section."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize_bytes: int
+    requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for extent in self.shape:
+            numel *= extent
+        return numel
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize_bytes
+
+    def shard_bytes(self, num_shards: int) -> int:
+        """Bytes of one rank's shard, split along the first dimension and padded to the largest shard."""
+        if not self.shape:
+            return self.itemsize_bytes
+        rows = -(-self.shape[0] // num_shards)
+        return rows * (self.num_bytes // self.shape[0]) if self.shape[0] else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operator:
+    """A module that owns parameters, the smallest thing that has a choice of its own. `name` is relative to its section.
+
+    `modules` holds more than one name where modules share a parameter (tied weights) and must share the choice.
+    """
+
+    name: str
+    kind: str
+    modules: tuple[str, ...]
+    parameters: tuple[int, ...]
+    buffer_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SectionClass:
+    """Structure shared by sections: the same modules, shapes and dtypes. `parameters` is what operators index into."""
+
+    name: str
+    is_block: bool
+    operators: tuple[Operator, ...]
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.num_bytes for parameter in self.parameters)
+
+    def operator_bytes(self, operator: int) -> int:
+        return sum(self.parameters[index].num_bytes for index in self.operators[operator].parameters)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """One stretch of the model in the order of execution. `name` is the block's module path, or 'stem', 'head'."""
+
+    name: str
+    class_index: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SectionTrace:
+    """Allocator events of one forward and one backward of a section of a class.
+
+    `forward` and `backward` are flat rows of five integers `code, ref, buffer, constant_bytes, bytes_per_sample`
+    (see the codes above). Buffers below `num_inputs` come from the section before it (its outputs, in order); those
+    in `outputs` are handed to the next one. In backward the buffers `gradient_inputs` come from the section after it
+    and `gradient_outputs` go to the one before.
+    """
+
+    class_index: int
+    recompute: Recompute
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    num_buffers: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    gradient_inputs: tuple[int, ...]
+    gradient_outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerCost:
+    """What the optimizer's step holds and takes, measured on small parameters.
+
+    State is `state_bytes_per_byte` times a parameter's bytes plus `state_bytes_per_tensor`. While stepping it holds
+    `step_bytes_per_largest` times the bytes of the largest local parameter and `step_bytes_per_total` times all of
+    them. `step_s_per_byte` is seconds per local parameter byte.
+    """
+
+    state_bytes_per_byte: float
+    state_bytes_per_tensor: int
+    step_bytes_per_largest: float
+    step_bytes_per_total: float
+    step_s_per_byte: float
+    step_s_per_tensor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeCost:
+    """Seconds of a class's forward and backward (recomputation apart): `constant_s + micro_batch * s_per_sample`."""
+
+    class_index: int
+    forward_constant_s: float
+    forward_s_per_sample: float
+    backward_constant_s: float
+    backward_s_per_sample: float
+
+    def forward_s(self, micro_batch: int) -> float:
+        return self.forward_constant_s + self.forward_s_per_sample * micro_batch
+
+    def backward_s(self, micro_batch: int) -> float:
+        return self.backward_constant_s + self.backward_s_per_sample * micro_batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinkCost:
+    """Seconds of one collective on one kind of group: `latency_s + num_bytes / bytes_per_s`.
+
+    `num_bytes` is the size of the whole (gathered, or unreduced) tensor. `residual_fraction` is the median distance
+    of the measurements from the fit.
+    """
+
+    group: GroupKind
+    collective: Collective
+    latency_s: float
+    bytes_per_s: float
+    residual_fraction: float
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What telemetry taught about a profile's predictions: 0 and 1 before any."""
+
+    peak_offset_bytes: int = 0
+    compute_factor: float = 1.0
+    communication_factor: float = 1.0
+
+
+@record("profile", version=1)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile(Record):
+    """Everything `plan` needs to know of a model on a cluster."""
+
+    workload: str
+    workload_hash: str
+    device_kind: Literal["cuda", "cpu"]
+    device_memory_bytes: int
+    ranks_per_node: tuple[int, ...]
+    classes: tuple[SectionClass, ...]
+    sections: tuple[Section, ...]
+    traces: tuple[SectionTrace, ...]
+    batch_bytes_per_sample: int
+    buffer_bytes: int
+    optimizer: OptimizerCost
+    compute: tuple[ComputeCost, ...]
+    links: tuple[LinkCost, ...]
+    copy_bytes_per_s: float
+    calibration: Calibration
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.ranks_per_node)
+
+    def link(self, group: GroupKind, collective: Collective) -> LinkCost:
+        return next(link for link in self.links if link.group == group and link.collective == collective)
+
+    def trace(self, class_index: int, recompute: Recompute) -> SectionTrace:
+        return next(t for t in self.traces if t.class_index == class_index and t.recompute == recompute)
+
+    def table(self) -> str:
+        """The profile for a terminal: a line per section class, then a line per measured link."""
+        counts = [sum(section.class_index == index for section in self.sections) for index in range(len(self.classes))]
+        rows = []
+        for index, section_class in enumerate(self.classes):
+            cost = self.compute[index]
+            rows.append(
+                (
+                    section_class.name,
+                    str(counts[index]),
+                    str(len(section_class.operators)),
+                    format_bytes(section_class.parameter_bytes),
+                    format_seconds(cost.forward_s(1)),
+                    format_seconds(cost.backward_s(1)),
+                    format_seconds(cost.forward_s_per_sample),
+                    format_seconds(cost.backward_s_per_sample),
+                )
+            )
+        operators = format_table(
+            ("class", "count", "operators", "parameters", "forward(1)", "backward(1)", "forward/sample", "backward/sample"),
+            rows,
+        )
+        links = format_table(
+            ("group", "collective", "latency", "bandwidth", "residual"),
+            [
+                (
+                    link.group,
+                    link.collective,
+                    format_seconds(link.latency_s),
+                    f"{format_bytes(link.bytes_per_s)}/s",
+                    f"{link.residual_fraction * 100:.0f} %",
+                )
+                for link in self.links
+            ],
+        )
+        return f"{operators}\n\n{links}"

@@ -1,0 +1,75 @@
+"""The only place where bytes become GiB and seconds become ms: parsing what a user typed, and printing."""
+
+import math
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_BYTES_PER_UNIT = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": KIB,
+    "MIB": MIB,
+    "GIB": GIB,
+    "TIB": TIB,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size with its unit, such as '300MiB' or '16 GiB'.
+
+    Decimal units (kB, MB, GB, TB) and binary ones (KiB, MiB, GiB, TiB) are told apart.
+    Raises ValueError for a bare number, an unknown unit or anything that is no size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no size with a unit; write it like 300MiB or 16GiB")
+    number, unit = match.groups()
+    factor = _BYTES_PER_UNIT.get(unit.upper())
+    if factor is None:
+        raise ValueError(f"{unit!r} in {text!r} is no unit of size; use B, KiB, MiB, GiB, TiB (or kB, MB, GB, TB)")
+    return round(float(number) * factor)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size for people: '0 B', '512 B', '1.50 KiB', '47.80 MiB', '16.00 GiB'."""
+    magnitude = abs(num_bytes)
+    for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if magnitude >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_bytes_up(num_bytes: int) -> str:
+    """A size that a user can type back, rounded up so that it is never too small: '18.41GiB'."""
+    for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= factor:
+            hundredths = -(-num_bytes * 100 // factor)
+            return f"{hundredths // 100}.{hundredths % 100:02d}{unit}"
+    return f"{num_bytes}B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: '850 us', '12.3 ms', '4.21 s', '3 min 05 s'."""
+    if math.isnan(seconds) or math.isinf(seconds):
+        return str(seconds)
+    if abs(seconds) < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if abs(seconds) < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if abs(seconds) < 120:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def format_percent(fraction: float) -> str:
+    """A fraction for people: '4.2 %'."""
+    return f"{fraction * 100:.1f} %"

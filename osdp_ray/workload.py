@@ -1,0 +1,130 @@
+"""Workload: what a user brings, a model with its data, loss and optimizer.
+
+The base class below is the contract. It imports no torch, so that planning from a profile stays fast.
+"""
+
+import hashlib
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from osdp_ray.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_BUILT_IN = {"gpt": "osdp_ray.workloads.gpt:gpt"}
+
+
+class Workload:
+    """A model, its batches, its loss and its optimizer. Subclass it and override the methods that raise.
+
+    Workers receive the object by pickle, so it holds settings and paths, not tensors.
+    """
+
+    name: str = "workload"
+
+    def settings(self) -> dict[str, Any]:
+        """JSON-ready settings that identify this workload (sizes, data); they go into its hash."""
+        return {}
+
+    def build_model(self) -> "nn.Module":
+        """The model, with its own initialisation. It is called on the meta device: no values can be read there."""
+        raise NotImplementedError(f"{type(self).__name__} needs build_model()")
+
+    def build_batches(
+        self, rank: int, num_ranks: int, micro_batch: int, seed: int, start_step: int
+    ) -> "Iterator[Any]":
+        """Endless micro-batches of one rank: any nesting of tensors whose first dimension is `micro_batch`.
+
+        Micro-batch k of rank r holds samples `(k * num_ranks + r) * micro_batch` and the `micro_batch - 1` after it, of
+        an order that depends on `seed` alone. Then a global batch holds the same samples however it is divided.
+        `start_step` is the index k of the first micro-batch to yield.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs build_batches()")
+
+    def build_eval_batches(self, rank: int, num_ranks: int, micro_batch: int) -> "Iterable[Any] | None":
+        """The held-out micro-batches of one rank, equally many on every rank; None where there are none."""
+        return None
+
+    def loss(self, model: "nn.Module", batch: Any) -> "torch.Tensor":
+        """The mean loss of a micro-batch over its samples, a scalar."""
+        raise NotImplementedError(f"{type(self).__name__} needs loss()")
+
+    def build_optimizer(self, parameters: "Iterable[nn.Parameter]") -> "torch.optim.Optimizer":
+        """The optimizer of these parameters (DTensors in training)."""
+        raise NotImplementedError(f"{type(self).__name__} needs build_optimizer()")
+
+    def build_scheduler(self, optimizer: "torch.optim.Optimizer", num_steps: int) -> Any:
+        """A learning-rate scheduler stepped once per optimizer step, or None."""
+        return None
+
+    @property
+    def blocks(self) -> tuple[str, ...] | None:
+        """Module paths of the lists of repeating layers, such as ('transformer.h',); None finds them itself."""
+        return None
+
+    def hash(self) -> str:
+        """Identifies the workload: its class, its settings and the source of its class."""
+        kind = type(self)
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):
+            source = ""
+        text = json.dumps([kind.__module__, kind.__qualname__, self.settings(), source], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_workload(spec: str, arguments: dict[str, str]) -> Workload:
+    """The workload named on a command line: 'gpt', or 'package.module:function' that returns one.
+
+    `arguments` are the `key=value` words, converted by the function's annotations (int, float, str, bool).
+    Raises UsageError naming what is wrong.
+    """
+    path = _BUILT_IN.get(spec, spec)
+    module_name, _, function_name = path.partition(":")
+    if not function_name:
+        raise UsageError(
+            f"no workload is called {spec!r}. Use {', '.join(_BUILT_IN)}, or package.module:function of your own."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the module {module_name!r} of workload {spec!r} cannot be imported ({error}). "
+            "Run from the folder that holds it, or install it."
+        ) from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise UsageError(f"the module {module_name!r} has no {function_name!r}. Name a function that returns a Workload.")
+    workload = function(**_convert(function, arguments, spec))
+    if not isinstance(workload, Workload):
+        raise UsageError(f"{spec} returned a {type(workload).__name__}, and an osdp_ray.Workload is needed.")
+    return workload
+
+
+def _convert(function: Callable[..., Any], arguments: dict[str, str], spec: str) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    converted: dict[str, Any] = {}
+    for name, text in arguments.items():
+        if name not in parameters:
+            raise UsageError(f"workload {spec!r} takes no {name!r}. It takes {', '.join(parameters) or 'no arguments'}.")
+        kind = parameters[name].annotation
+        try:
+            if kind is bool:
+                converted[name] = {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+            elif kind in (int, float):
+                converted[name] = kind(text)
+            else:
+                converted[name] = text
+        except (KeyError, ValueError) as error:
+            raise UsageError(f"{name}={text} of workload {spec!r} is no {kind.__name__}.") from error
+    missing = [
+        name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in converted
+    ]
+    if missing:
+        raise UsageError(f"workload {spec!r} needs {missing[0]}=VALUE.")
+    return converted

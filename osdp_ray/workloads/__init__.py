@@ -1,0 +1,1 @@
+"""Built-in workloads: a byte-level GPT on text."""
