@@ -132,6 +132,14 @@ class WorkerError(OsdpError):
         return f"{who} failed: {self.problem}. {self.remedy}"
 
 
+class WorkerMemoryError(WorkerError):
+    """A training worker ran out of memory; the same plan would run out again."""
+
+    def __str__(self) -> str:
+        who = f"worker {self.rank}" if self.rank >= 0 else "a worker"
+        return f"{who} ran out of memory: {self.problem}. {self.remedy}"
+
+
 class Interrupted(OsdpError):
     """The run was asked to stop and saved its state first."""
 
@@ -140,4 +148,6 @@ class Interrupted(OsdpError):
         self.signal_number, self.step, self.save_path = signal_number, step, save_path
 
     def __str__(self) -> str:
+        if not self.save_path:
+            return f"stopped by signal {self.signal_number} before anything was saved; start again"
         return f"stopped by signal {self.signal_number} after step {self.step}; go on with --resume (save {self.save_path})"

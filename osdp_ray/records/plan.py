@@ -31,9 +31,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Operators of one section that share a choice and so one collective: one FSDP unit. Names are relative."""
+    """Operators of one section that share a choice and so one collective: one FSDP unit. Names are relative.
+
+    `modules` are the modules that own their parameters, more than the operators where parameters are tied.
+    """
 
     operators: tuple[str, ...]
+    modules: tuple[str, ...]
     choice: Choice
 
 
@@ -42,8 +46,16 @@ class SectionPlan:
     """What one section does. In a block the first unit is gathered at the block's door, the others at their operators."""
 
     name: str
+    is_block: bool
     recompute: Recompute
     units: tuple[Unit, ...]
+
+    @property
+    def parameter_modules(self) -> tuple[str, ...]:
+        """Full paths of the modules that own this section's parameters."""
+        prefix = self.name if self.is_block else ""
+        names = (module for unit in self.units for module in unit.modules)
+        return tuple(".".join(part for part in (prefix, name) if part) for name in names)
 
     @property
     def label(self) -> str:

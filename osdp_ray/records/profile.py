@@ -16,9 +16,10 @@ Recompute = Literal["none", "selective", "full"]
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 GroupKind = Literal["node", "across", "world"]
 
-# Codes of TraceEvent.code. `ref` is a buffer for the first two, an operator index (-1: the section itself) for the
-# hooks, and a parameter index for GRADIENT, whose buffer is `buffer`.
+# Codes of a trace's events; see SectionTrace.
 ALLOC, FREE, ENTER, EXIT, PRE_BACKWARD, POST_BACKWARD, GRADIENT, WORKSPACE = range(8)
+SECTION, ROOT = -1, -2  # subjects of hooks that are no operator: the section's own module, the model
+FOREIGN = 1000  # subject of a hook or parameter of another class: FOREIGN * (class index + 1) + index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,22 +91,26 @@ class Section:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SectionTrace:
-    """Allocator events of one forward and one backward of a section of a class.
+    """Allocator events of one forward and one backward of a section of a class, in order.
 
-    `forward` and `backward` are flat rows of five integers `code, ref, buffer, constant_bytes, bytes_per_sample`
-    (see the codes above). Buffers below `num_inputs` come from the section before it (its outputs, in order); those
-    in `outputs` are handed to the next one. In backward the buffers `gradient_inputs` come from the section after it
-    and `gradient_outputs` go to the one before.
+    `forward` and `backward` are flat rows of five integers: `code, subject, buffer, constant_bytes, bytes_per_sample`.
+
+    ALLOC, FREE     of a buffer; sizes stand at ALLOC
+    ENTER, EXIT     of a module's forward, PRE_BACKWARD, POST_BACKWARD of its backward, where FSDP2's hooks run;
+                    `subject` is an operator's index, SECTION or ROOT
+    GRADIENT        the buffer now holds the gradient of the parameter `subject`, and FSDP2 decides when it is freed
+    WORKSPACE       allocated and freed inside one operation
+
+    Own buffers count from 0. `-(2 k + 1)` is the k-th of the previous section's `outputs`, `-(2 k + 2)` the k-th of
+    the next section's `gradient_outputs`. `outputs` are buffers of the forward that a later section frees,
+    `gradient_outputs` those of the backward that an earlier section frees; both may hand on what they were given.
     """
 
     class_index: int
     recompute: Recompute
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    num_buffers: int
-    inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    gradient_inputs: tuple[int, ...]
     gradient_outputs: tuple[int, ...]
 
 

@@ -1,0 +1,386 @@
+"""The step simulator, bytes: plays one optimizer step in the executor's own order and tells what is live when.
+
+In goes a profile's traces and a plan; out come the bytes held between steps, the peak of every phase and, section by
+section, the level before, within and after. The blocks' own events come from the traces; FSDP2's are added here as
+torch 2.13 runs them without streams (`torch.distributed.fsdp._fully_shard`):
+
+    before forward   gather: a flat buffer, then the whole parameters; the flat buffer of one unit is freed when the
+                     next unit copies out, the last one at the end of the model's forward
+    after forward    whole parameters freed, unless the unit keeps them
+    before backward  gather again where they were freed, flat buffer freed at once, then the flat buffer of the unit
+                     that ran before it is gathered ahead
+    after backward   whole parameters freed; the previous unit's reduction input freed, this one's allocated,
+                     gradients copied into it and freed, the reduced shard allocated
+"""
+
+import dataclasses
+import functools
+
+from osdp_ray.costs.units import UnitBytes, unit_bytes
+from osdp_ray.records.plan import Plan, SectionPlan
+from osdp_ray.records.profile import (
+    ALLOC,
+    ENTER,
+    EXIT,
+    FOREIGN,
+    FREE,
+    GRADIENT,
+    POST_BACKWARD,
+    PRE_BACKWARD,
+    ROOT,
+    SECTION,
+    WORKSPACE,
+    Profile,
+    SectionTrace,
+)
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+_Row = tuple[int, int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SectionBytes:
+    """Levels around one section in one pass: live bytes before and after it, and the highest within."""
+
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What one step holds. `forward[i]` and `backward[i]` belong to the plan's section i (of the last micro-batch)."""
+
+    persistent_bytes: int
+    peak_by_phase: dict[str, int]
+    forward: tuple[SectionBytes, ...]
+    backward: tuple[SectionBytes, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peak_by_phase.values())
+
+
+@functools.lru_cache(maxsize=512)
+def _rows(trace: SectionTrace, micro_batch: int, *, in_backward: bool) -> tuple[_Row, ...]:
+    """A trace's events as (code, subject, buffer, bytes) at a micro-batch."""
+    flat = trace.backward if in_backward else trace.forward
+    return tuple(
+        (flat[i], flat[i + 1], flat[i + 2], flat[i + 3] + flat[i + 4] * micro_batch) for i in range(0, len(flat), 5)
+    )
+
+
+class _Unit:
+    """A unit while a step is played."""
+
+    __slots__ = (
+        "exits",
+        "first",
+        "gathered",
+        "gradient_bytes",
+        "has_shard_gradient",
+        "last",
+        "num_modules",
+        "order",
+        "pending",
+        "phase",
+        "regather",
+        "sizes",
+    )
+
+    def __init__(self, sizes: UnitBytes, *, regather: bool, num_modules: int) -> None:
+        self.sizes, self.regather, self.num_modules = sizes, regather, num_modules
+        self.gathered = self.pending = self.has_shard_gradient = False
+        self.order: list[int] = []  # positions in the order of forward
+        self.reset()
+
+    def reset(self) -> None:
+        self.exits = self.gradient_bytes = 0
+        self.first = self.last = -3  # the operators that ran first and last, whose hooks run in backward
+        self.phase = "idle"  # idle, before (backward has begun), after
+
+
+class StepSimulator:
+    """Plays steps of the sections given; `simulate_bytes` is the way in for whole plans."""
+
+    def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], class_indices: tuple[int, ...]) -> None:
+        self.profile, self.sections, self.class_indices = profile, sections, class_indices
+        ranks = profile.ranks_per_node
+        self.units: list[list[_Unit]] = []
+        self.by_operator: list[dict[int, _Unit]] = []
+        for section, class_index in zip(sections, class_indices, strict=True):
+            section_class = profile.classes[class_index]
+            units = []
+            for position, unit in enumerate(section.units):
+                num_modules = 1 if section.is_block and position == 0 else len(unit.modules)
+                sizes = unit_bytes(section_class, unit, ranks)
+                units.append(_Unit(sizes, regather=unit.choice.regather, num_modules=num_modules))
+            index_of = {operator.name: index for index, operator in enumerate(section_class.operators)}
+            by_operator: dict[int, _Unit] = {}
+            for position, (played, planned) in enumerate(zip(units, section.units, strict=True)):
+                if section.is_block and position == 0:
+                    by_operator[SECTION] = played  # gathered at the block's door
+                else:
+                    by_operator |= {index_of[name]: played for name in planned.operators}
+            self.units.append(units)
+            self.by_operator.append(by_operator)
+        self.section_of_class = {class_index: position for position, class_index in enumerate(class_indices)}
+        self.live = self.peak = 0
+        self.phase = "forward"
+        self.peaks = dict.fromkeys(PHASES, 0)
+        self.held_flat = self.reduce_input = 0
+        self.in_backward = False
+        self.forward_order: list[_Unit] = []
+        self.outputs: list[dict[int, int]] = [{} for _ in sections]
+        self.gradient_outputs: list[dict[int, int]] = [{} for _ in sections]
+        self.buffers: list[dict[int, int]] = [{} for _ in sections]
+
+    # -- bytes
+
+    def _alloc(self, num_bytes: int) -> None:
+        self.live += num_bytes
+        if self.live > self.peak:
+            self.peak = self.live
+
+    def _free(self, num_bytes: int) -> None:
+        self.live -= num_bytes
+
+    def _enter_phase(self, phase: str) -> None:
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.peak)
+        self.phase, self.peak = phase, self.live
+
+    # -- what FSDP2 does
+
+    def _before_forward(self, unit: _Unit, subject: int) -> None:
+        if unit.phase == "before":
+            return  # recomputed while its backward runs: already gathered
+        if unit.exits == unit.num_modules:  # the forward of recomputation
+            unit.exits = 0
+        if unit.exits == 0 and not self.in_backward:
+            unit.first = subject
+        if unit.gathered:
+            return
+        sizes = unit.sizes
+        if not unit.pending:
+            self._alloc(sizes.flat_bytes)
+        unit.pending = False
+        self._free(self.held_flat)
+        self._alloc(sizes.gathered_bytes)
+        self.held_flat = sizes.flat_bytes
+        unit.gathered = True
+
+    def _after_forward(self, unit: _Unit, subject: int) -> None:
+        if unit.phase == "before":
+            return
+        unit.exits += 1
+        if unit.exits < unit.num_modules:
+            return
+        if self.in_backward:
+            self._free(self.held_flat)
+            self.held_flat = 0
+            return
+        if unit.regather:
+            self._free(unit.sizes.gathered_bytes)
+            unit.gathered = False
+        unit.last = subject
+        unit.order.append(len(self.forward_order))
+        self.forward_order.append(unit)
+
+    def _before_backward(self, unit: _Unit, subject: int) -> None:
+        if unit.phase == "before" or subject != unit.last:
+            return
+        unit.phase = "before"
+        if not unit.gathered:
+            if not unit.pending:
+                self._alloc(unit.sizes.flat_bytes)
+            self._alloc(unit.sizes.gathered_bytes)
+            self._free(unit.sizes.flat_bytes)
+            unit.gathered, unit.pending = True, False
+        if unit.order:
+            index = unit.order.pop()
+            if index > 0:
+                ahead = self.forward_order[index - 1]
+                if not ahead.gathered and not ahead.pending:
+                    self._alloc(ahead.sizes.flat_bytes)
+                    ahead.pending = True
+
+    def _after_backward(self, unit: _Unit, subject: int) -> None:
+        if subject != unit.first:
+            return
+        sizes = unit.sizes
+        unit.phase = "after"
+        if unit.gathered:
+            self._free(sizes.gathered_bytes)
+            unit.gathered = False
+        self._free(self.reduce_input)
+        self.reduce_input = 0
+        if not unit.gradient_bytes:
+            return
+        self._alloc(sizes.reduce_bytes)
+        self.reduce_input = sizes.reduce_bytes
+        self._free(unit.gradient_bytes)
+        unit.gradient_bytes = 0
+        self._alloc(sizes.gradient_bytes)
+        if unit.has_shard_gradient:
+            self._free(sizes.gradient_bytes)  # added to the shard that is there
+        unit.has_shard_gradient = True
+
+    def _end_backward(self) -> None:
+        for units in [self.units[0], *self.units[1:]]:
+            for unit in units:
+                if unit.phase != "after":
+                    self._after_backward(unit, unit.first)
+        self._free(self.reduce_input)
+        self.reduce_input = 0
+        for units in self.units:
+            for unit in units:
+                if unit.pending:
+                    self._free(unit.sizes.flat_bytes)
+                    unit.pending = False
+                unit.order.clear()
+                unit.reset()
+        self.forward_order.clear()
+
+    # -- one section, one pass
+
+    def _unit(self, position: int, subject: int) -> _Unit | None:
+        if subject >= FOREIGN:
+            owner, subject = divmod(subject, FOREIGN)
+            position = self.section_of_class[owner - 1]
+        return self.by_operator[position].get(subject)
+
+    def _play(self, position: int, micro_batch: int) -> SectionBytes:
+        section, class_index = self.sections[position], self.class_indices[position]
+        before = self.live
+        outer_peak, self.peak = self.peak, self.live
+        trace = self.profile.trace(class_index, section.recompute)
+        own = self.buffers[position]
+        for code, subject, buffer, num_bytes in _rows(trace, micro_batch, in_backward=self.in_backward):
+            if code == ALLOC:
+                own[buffer] = num_bytes
+                self._alloc(num_bytes)
+            elif code == FREE:
+                self._free(self._take(position, buffer))
+            elif code == WORKSPACE:
+                self.peak = max(self.peak, self.live + num_bytes)
+            elif code == GRADIENT:
+                self._gradient(position, subject, own.pop(buffer, 0))
+            elif subject == ROOT:
+                if code == EXIT and not self.in_backward:
+                    self._free(self.held_flat)
+                    self.held_flat = 0
+                    self._enter_phase("loss")
+                    outer_peak = 0
+            elif (unit := self._unit(position, subject)) is not None:
+                _HOOKS[code](self, unit, subject)
+        self._hand_on(position, trace)
+        result = SectionBytes(before_bytes=before, peak_bytes=self.peak, after_bytes=self.live)
+        self.peak = max(self.peak, outer_peak)
+        return result
+
+    def _take(self, position: int, buffer: int) -> int:
+        """Bytes of a buffer that is freed: an own one, or a neighbour's by its slot."""
+        if buffer >= 0:
+            return self.buffers[position].pop(buffer, 0)
+        slot, of_gradient = divmod(-buffer - 1, 2)
+        neighbour = position + 1 if of_gradient else position - 1
+        if not 0 <= neighbour < len(self.sections):
+            return 0
+        return (self.gradient_outputs if of_gradient else self.outputs)[neighbour].pop(slot, 0)
+
+    def _gradient(self, position: int, subject: int, num_bytes: int) -> None:
+        if subject >= FOREIGN:
+            owner, subject = divmod(subject, FOREIGN)
+            position = self.section_of_class[owner - 1]
+        section_class = self.profile.classes[self.class_indices[position]]
+        operator = next(i for i, operator in enumerate(section_class.operators) if subject in operator.parameters)
+        unit = self.by_operator[position].get(operator) or self.by_operator[position][SECTION]
+        unit.gradient_bytes += num_bytes
+
+    def _hand_on(self, position: int, trace: SectionTrace) -> None:
+        """Passes on what later sections free. What nobody freed dies with its section's backward, own buffers last."""
+        handed = trace.gradient_outputs if self.in_backward else trace.outputs
+        outputs = {slot: self._take(position, buffer) for slot, buffer in enumerate(handed)}
+        if not self.in_backward:
+            self.outputs[position] = outputs
+            return
+        left = [self.outputs[position]]
+        if position + 1 < len(self.sections):
+            left.append(self.gradient_outputs[position + 1])
+        for buffers in left:
+            self._free(sum(buffers.values()))
+            buffers.clear()
+        self.gradient_outputs[position] = outputs
+
+    # -- a step
+
+    def play_micro_batch(self, micro_batch: int) -> tuple[list[SectionBytes], list[SectionBytes]]:
+        """Forward and backward of one micro-batch; levels by section."""
+        batch_bytes = micro_batch * self.profile.batch_bytes_per_sample
+        self._enter_phase("forward")
+        self._alloc(batch_bytes)
+        self.in_backward = False
+        forward = [self._play(position, micro_batch) for position in range(len(self.sections))]
+        if self.phase == "forward":
+            self._free(self.held_flat)
+            self.held_flat = 0
+            self._enter_phase("loss")
+        self.in_backward = True
+        backward = []
+        for position in reversed(range(len(self.sections))):
+            backward.append(self._play(position, micro_batch))
+            if self.phase == "loss":
+                self._enter_phase("backward")
+        self._end_backward()
+        for buffers in [*self.buffers, *self.gradient_outputs]:
+            self._free(sum(buffers.values()))
+            buffers.clear()
+        self._free(batch_bytes)
+        backward.reverse()
+        return forward, backward
+
+
+_HOOKS = {
+    ENTER: StepSimulator._before_forward,
+    EXIT: StepSimulator._after_forward,
+    PRE_BACKWARD: StepSimulator._before_backward,
+    POST_BACKWARD: StepSimulator._after_backward,
+}
+
+
+def simulate_bytes(profile: Profile, plan: Plan) -> StepBytes:
+    """Plays one step of a plan (not the first one: optimizer state is there). Bytes of the rank that holds the most."""
+    return simulate_sections(profile, plan.sections, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
+
+
+def simulate_sections(
+    profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batch: int, accumulation: int
+) -> StepBytes:
+    """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
+    class_indices = tuple(section.class_index for section in profile.sections)
+    simulator = StepSimulator(profile, sections, class_indices)
+    sizes = [unit.sizes for units in simulator.units for unit in units]
+    optimizer = profile.optimizer
+    state = sum(
+        round(size.gradient_bytes * optimizer.state_bytes_per_byte)
+        + size.num_trainable * optimizer.state_bytes_per_tensor
+        for size in sizes
+    )
+    persistent = sum(size.shard_bytes for size in sizes) + state + profile.buffer_bytes
+    simulator.live = simulator.peak = persistent
+    for _ in range(min(accumulation, 2)):
+        forward, backward = simulator.play_micro_batch(micro_batch)
+    simulator._enter_phase("optimizer")
+    trainable = sum(size.gradient_bytes for size in sizes)
+    largest = max((size.largest_trainable_bytes for size in sizes), default=0)
+    simulator._alloc(
+        round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total)
+    )
+    simulator._enter_phase("optimizer")
+    offset = profile.calibration.peak_offset_bytes
+    return StepBytes(
+        persistent_bytes=persistent,
+        peak_by_phase={phase: peak + offset for phase, peak in simulator.peaks.items()},
+        forward=tuple(forward),
+        backward=tuple(backward),
+    )

@@ -1,0 +1,81 @@
+"""Plan -> FSDP2: every unit of the plan becomes one `fully_shard` call, every recomputed block a checkpoint.
+
+Order, per block: the units that are gathered at their own operators, then recomputation (it replaces `forward`, so that
+the block's own FSDP hooks stay outside of it), then the unit gathered at the block's door. Last the root, which owns
+no parameters of its own unless the model does.
+"""
+
+from typing import Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from osdp_ray.errors import PlanMismatchError
+from osdp_ray.modeling.recompute import recompute_block
+from osdp_ray.records.plan import Plan, ShardOver, Unit
+
+
+def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cuda"]) -> nn.Module:
+    """Applies a plan to a model in place and returns it.
+
+    The model may be on the meta device; the process group must be up with as many ranks as the plan has. Raises
+    PlanMismatchError where the plan was made for another number of ranks or other modules.
+    """
+    if dist.get_world_size() != plan.num_ranks:
+        raise PlanMismatchError("ranks", str(plan.num_ranks), str(dist.get_world_size()))
+    _check_operators(model, plan)
+    meshes = _meshes(plan, device_type)
+    root_unit: Unit | None = None
+    for section in plan.sections:
+        block = model.get_submodule(section.name) if section.is_block else model
+        at_operators = section.units[1:] if section.is_block else section.units
+        for unit in _innermost_first(at_operators):
+            if unit.operators == ("",):  # the section's own direct parameters
+                root_unit = unit
+                continue
+            modules = [block.get_submodule(name) for name in unit.modules]
+            _shard(modules[0] if len(modules) == 1 else modules, unit, meshes)
+        if section.is_block:
+            if section.recompute != "none":
+                recompute_block(block, section.recompute)
+            if section.units:
+                _shard(block, section.units[0], meshes)
+    if root_unit is None:
+        fully_shard(model, mesh=meshes["world"], reshard_after_forward=False)
+    else:
+        _shard(model, root_unit, meshes)
+    return model
+
+
+def _shard(module: nn.Module | list[nn.Module], unit: Unit, meshes: dict[ShardOver, DeviceMesh]) -> None:
+    fully_shard(module, mesh=meshes[unit.choice.shard_over], reshard_after_forward=unit.choice.regather)
+
+
+def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:
+    """One mesh per way to share: a row for the world, (world, 1) for replicas, (nodes, per node) inside nodes."""
+    num_ranks = plan.num_ranks
+    names = ("replicate", "shard")
+    meshes: dict[ShardOver, DeviceMesh] = {"world": init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))}
+    needed = {unit.choice.shard_over for section in plan.sections for unit in section.units}
+    if "none" in needed:
+        meshes["none"] = init_device_mesh(device_type, (num_ranks, 1), mesh_dim_names=names)
+    if "node" in needed:
+        per_node = plan.ranks_per_node[0]
+        meshes["node"] = init_device_mesh(device_type, (len(plan.ranks_per_node), per_node), mesh_dim_names=names)
+    return meshes
+
+
+def _innermost_first(units: tuple[Unit, ...]) -> list[Unit]:
+    """Units whose modules lie inside another unit's modules come before it: `fully_shard` works bottom-up."""
+    return sorted(units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules))
+
+
+def _check_operators(model: nn.Module, plan: Plan) -> None:
+    planned = {name for section in plan.sections for name in section.parameter_modules}
+    found = {name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
+    if missing := sorted(planned - found):
+        raise PlanMismatchError("a model with module", repr(missing[0]), "not there")
+    if unknown := sorted(found - planned):
+        raise PlanMismatchError("a model without parameters in", repr(unknown[0]), "there")

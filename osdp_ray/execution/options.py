@@ -1,0 +1,15 @@
+"""How to train, apart from what the plan decides."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """`save_every` and `eval_every` count steps, 0 is only at the end. `max_norm` None leaves gradients unclipped."""
+
+    num_steps: int
+    seed: int = 0
+    save_every: int = 0
+    eval_every: int = 0
+    max_norm: float | None = 1.0
+    saves_kept: int = 2

@@ -1,0 +1,332 @@
+"""What runs on every worker: the training loop of one attempt under one plan.
+
+Order of one optimizer step, which `costs.simulate_step` mirrors:
+
+    for each micro-batch of the accumulation:   batch, loss, (loss / accumulation).backward(), drop references
+    clip_gradients, optimizer.step(), optimizer.zero_grad(set_to_none=True), scheduler.step()
+    one all-reduce of [sum of losses, stop, replan]
+
+Gradients synchronise in every micro-batch, and FSDP2 averages them over ranks. The all-reduce makes the loss the mean
+over the global batch and the driver's command common, so that all ranks end at the same step.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from osdp_ray.errors import OsdpError, WorkerError, WorkerMemoryError
+from osdp_ray.execution.apply import parallelize
+from osdp_ray.execution.clipping import clip_gradients
+from osdp_ray.execution.options import TrainOptions
+from osdp_ray.execution.saves import Save, derive_seed, load, save
+from osdp_ray.modeling.materialize import build_on_meta
+from osdp_ray.records.plan import Plan
+from osdp_ray.records.telemetry import Sample
+from osdp_ray.workload import Workload
+
+_MEMORY_REMEDY = "Lower --memory-budget so that the plan leaves more room, or lower --micro-batch"
+_HEADROOM_WORDS = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def train_worker(config: dict[str, Any]) -> dict[str, Any]:
+    """The train function of the TorchTrainer; `config` is what `execute` makes. Returns this rank's verdict.
+
+    `{"status": "done" | "stopped" | "replan", "step", "save", "first_loss", "final_loss", "eval_loss"}`. Raises
+    WorkerMemoryError where memory ran out and WorkerError for what the workload's own code raised, both naming the
+    rank and pickled everywhere; the whole traceback is in `<run>/failure-rank-<rank>.txt`.
+    """
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    sys.path[:0] = [path for path in config["import_paths"] if path not in sys.path]
+    with contextlib.suppress(OSError):  # a node without the driver's folder keeps its own
+        os.chdir(config["directory"])
+    try:
+        return _run(rank, config)
+    except OsdpError:
+        raise
+    except Exception as error:  # the border of this process: other ranks and the driver need the rank
+        where = Path(config["run_dir"], f"failure-rank-{rank}.txt")
+        with contextlib.suppress(OSError):
+            where.write_text(traceback.format_exc(), encoding="utf-8")
+        if _is_out_of_memory(error):
+            raise WorkerMemoryError(rank, str(error).splitlines()[0], _MEMORY_REMEDY) from None
+        raise WorkerError(rank, _describe(error), f"The traceback is in {where}") from None
+
+
+def _run(rank: int, config: dict[str, Any]) -> dict[str, Any]:
+    import ray.cloudpickle
+    import ray.train.torch
+
+    device = ray.train.torch.get_device()
+    observer = config["hub"].observer(rank=rank, device_kind=device.type)
+    try:
+        loop = TrainLoop(
+            workload=ray.cloudpickle.loads(config["workload"]),
+            plan=Plan.from_json(config["plan"]),
+            options=TrainOptions(**config["options"]),
+            run_dir=config["run_dir"],
+            plan_index=config["plan_index"],
+            device=device,
+            observer=observer,
+        )
+        return loop.run(config["resume_from"])
+    finally:
+        observer.close()
+
+
+class TrainLoop:
+    """One rank's model, optimizer and position. The process group must be up, with as many ranks as the plan has.
+
+    `observer` measures steps, takes samples and notes, and knows the driver's command (see observation.Observer).
+    """
+
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        plan: Plan,
+        options: TrainOptions,
+        run_dir: str,
+        plan_index: int,
+        device: torch.device,
+        observer: Any,
+    ) -> None:
+        self.workload, self.plan, self.options = workload, plan, options
+        self.run_dir, self.plan_index, self.device, self.observer = run_dir, plan_index, device, observer
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.workload_hash = workload.hash()
+        model, initialisation = build_on_meta(workload)
+        self.model = parallelize(model, plan, device_type=device.type)
+        initialisation.materialize(self.model, device, options.seed)
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = workload.build_optimizer(self.parameters)
+        self.scheduler = workload.build_scheduler(self.optimizer, options.num_steps)
+        self.status = torch.zeros(3, device=device)  # sum of losses, stop, replan
+        self.step = self.num_samples = self.saved_step = 0
+        self.first_loss: float | None = None
+        self.final_loss: float | None = None
+        self.save_path: str | None = None
+
+    def run(self, resume_from: str | None) -> dict[str, Any]:
+        """Trains up to the last step, or until the driver's command, and returns the verdict."""
+        torch.manual_seed(derive_seed(self.options.seed, self.rank))  # dropout differs between ranks
+        if resume_from is not None:
+            self._resume(resume_from)
+        eval_loss = None
+        self.model.train()
+        per_round = self.plan.micro_batch * self.num_ranks
+        batches = self.workload.build_batches(
+            self.rank, self.num_ranks, self.plan.micro_batch, self.options.seed, self.num_samples // per_round
+        )
+        command = self._first_command()
+        attempt_step = 0
+        while not command and self.step < self.options.num_steps:
+            attempt_step += 1
+            command = self._step(batches, attempt_step)
+            is_last = self.step == self.options.num_steps
+            if is_last or (self.options.eval_every and self.step % self.options.eval_every == 0):
+                eval_loss = self._evaluate()
+            if self.options.save_every and self.step % self.options.save_every == 0:
+                self._save()
+        if self.step > 0:
+            self._save()
+        status = "done" if self.step >= self.options.num_steps else {"stop": "stopped"}.get(command, command)
+        return {
+            "status": status,
+            "step": self.step,
+            "save": self.save_path,
+            "first_loss": self.first_loss,
+            "final_loss": self.final_loss,
+            "eval_loss": eval_loss,
+        }
+
+    def _resume(self, path: str) -> None:
+        facts = load(path, self.model, self.optimizer, self.scheduler, workload_hash=self.workload_hash)
+        self.step = self.saved_step = facts.step
+        self.num_samples, self.save_path = facts.num_samples, path
+        self.first_loss, self.final_loss = facts.first_loss, facts.final_loss
+
+    def _first_command(self) -> str:
+        self.status.zero_()
+        self._flag(self.observer.attend())
+        dist.all_reduce(self.status)
+        return self._common_command(self.status.tolist())
+
+    def _flag(self, command: str) -> None:
+        if self.rank == 0 and command:
+            self.status[1 if command == "stop" else 2] = 1.0
+
+    def _common_command(self, status: list[float]) -> str:
+        return "stop" if status[1] else "replan" if status[2] else ""
+
+    def _step(self, batches: Iterator[Any], attempt_step: int) -> str:
+        """One optimizer step, its sample recorded. Returns the command that holds on every rank after it."""
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        with self.observer.measure(attempt_step, self._live_bytes) as memory:
+            start_s = time.perf_counter()
+            clock = _Clock(
+                self.device if self.device.type == "cuda" and self.observer.is_sampled(attempt_step) else None
+            )
+            self.status.zero_()
+            for _ in range(self.plan.accumulation):
+                self._micro_batch(batches, clock)
+            norm = self._update()
+            clock.lap("optimizer_s")
+            self._flag(self.observer.command() if self.rank == 0 else "")
+            dist.all_reduce(self.status)
+            status = self.status.tolist()
+            step_s = time.perf_counter() - start_s
+        self.step += 1
+        self.num_samples += self.plan.global_batch
+        loss = status[0] / (self.plan.accumulation * self.num_ranks)
+        self.final_loss = loss
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.observer.record(
+            Sample(
+                plan_index=self.plan_index,
+                rank=self.rank,
+                step=self.step,
+                loss=loss,
+                gradient_norm=float("nan") if norm is None else float(norm),
+                learning_rate=learning_rate,
+                num_samples=self.plan.global_batch,
+                step_s=step_s,
+                data_s=clock.seconds["data_s"],
+                forward_s=clock.seconds["forward_s"],
+                backward_s=clock.seconds["backward_s"],
+                optimizer_s=clock.seconds["optimizer_s"],
+                peak_bytes=memory.peak_bytes,
+                persistent_bytes=self._persistent_bytes(attempt_step),
+                reserved_bytes=memory.reserved_bytes,
+                resident_bytes=self.observer.resident_bytes(),
+                num_retries=memory.num_retries,
+            )
+        )
+        return self._common_command(status)
+
+    def _micro_batch(self, batches: Iterator[Any], clock: "_Clock") -> None:
+        batch = to_device(next(batches), self.device)
+        clock.lap("data_s")
+        loss = self.workload.loss(self.model, batch)
+        clock.lap("forward_s")
+        (loss / self.plan.accumulation).backward()
+        self.status[0].add_(loss.detach())
+        clock.lap("backward_s")
+
+    def _update(self) -> torch.Tensor | None:
+        max_norm = self.options.max_norm
+        norm = None if max_norm is None else clip_gradients(self.parameters, max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return norm
+
+    def _live_bytes(self) -> int:
+        return self.observer.persistent_bytes(self.model, self.optimizer, (self.status,))
+
+    def _persistent_bytes(self, attempt_step: int) -> int:
+        """What stays between steps; counted once, since it is the same after every step."""
+        if attempt_step == 1:
+            self._persistent = self._live_bytes()
+        return self._persistent
+
+    def _evaluate(self) -> float | None:
+        """The mean loss over the held-out batches of all ranks; random state and training mode stay as they were."""
+        batches = self.workload.build_eval_batches(self.rank, self.num_ranks, self.plan.micro_batch)
+        if batches is None:
+            return None
+        total = torch.zeros(2, device=self.device)  # sum of losses, batches
+        devices = [self.device] if self.device.type == "cuda" else []
+        self.model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            for batch in batches:
+                total[0].add_(self.workload.loss(self.model, to_device(batch, self.device)))
+                total[1].add_(1)
+        self.model.train()
+        for module in self.model.modules():  # kept gathered parameters wait for a backward that never comes
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        dist.all_reduce(total)
+        loss_sum, num_batches = total.tolist()
+        if num_batches == 0:
+            return None
+        if self.rank == 0:
+            self.observer.note("eval", step=self.step, loss=loss_sum / num_batches)
+        return loss_sum / num_batches
+
+    def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
+        facts = Save(
+            workload=self.workload.name,
+            workload_hash=self.workload_hash,
+            step=self.step,
+            num_samples=self.num_samples,
+            seed=self.options.seed,
+            num_steps=self.options.num_steps,
+            num_ranks=self.num_ranks,
+            global_batch=self.plan.global_batch,
+            plan_index=self.plan_index,
+            first_loss=self.first_loss,
+            final_loss=self.final_loss,
+        )
+        start_s = time.perf_counter()
+        path = save(self.run_dir, facts, self.model, self.optimizer, self.scheduler, keep=self.options.saves_kept)
+        self.saved_step, self.save_path = self.step, str(path)
+        if self.rank == 0:
+            self.observer.note("saved", step=self.step, path=str(path), seconds=time.perf_counter() - start_s)
+
+
+class _Clock:
+    """Seconds per phase of a step. With a CUDA device it waits for it at every lap, so only for sampled steps."""
+
+    def __init__(self, wait_for: torch.device | None) -> None:
+        self.seconds = dict.fromkeys(("data_s", "forward_s", "backward_s", "optimizer_s"), 0.0)
+        self._wait_for, self._last_s = wait_for, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        if self._wait_for is not None:
+            torch.cuda.synchronize(self._wait_for)
+        now_s = time.perf_counter()
+        self.seconds[phase] += now_s - self._last_s
+        self._last_s = now_s
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on `device`, through tuples, lists and mappings; itself where they are there."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        items = [to_device(item, device) for item in batch]
+        if isinstance(batch, list):
+            return items
+        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+    return batch
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _HEADROOM_WORDS)
+
+
+def _describe(error: Exception) -> str:
+    """The error in one line, with the innermost line of code outside of torch that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{Path('site-packages', 'torch')}" not in frame.filename] or list(frames)
+    place = f" ({Path(own[-1].filename).name} line {own[-1].lineno}, in {own[-1].name})" if own else ""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'without a text'}{place}"

@@ -1,0 +1,215 @@
+"""Links: a MeasuringGroup -> the cost of every collective on every kind of group, and the speed of a local copy.
+
+Each collective is timed with the calls that FSDP2 makes (the gather and the scatter allocate their output each time)
+at sizes four times apart, the slowest rank counts, and the points are fitted by
+
+    seconds = latency_s + num_bytes / bytes_per_s,     latency_s >= 0, bytes_per_s > 0
+
+where num_bytes is the whole (gathered or unreduced) tensor. No collective is derived from another: over gloo a
+reduce-scatter costs as much as an all-reduce, over NCCL as much as a gather.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from osdp_ray.profiling.actors import MeasuringGroup
+from osdp_ray.records.profile import Collective, GroupKind, LinkCost
+from osdp_ray.units import KIB, MIB
+
+COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+SMALLEST_BYTES = 64 * KIB
+LARGEST_BYTES = 64 * MIB
+COPY_BYTES = 8 * MIB
+MIN_SIZES = 3  # below this many, one disturbed point would be the fit
+FREE_BYTES_PER_S = 1e15  # what no link reaches: the bandwidth where there is no cost, for JSON has no infinity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Median seconds of one collective at one size, on one rank."""
+
+    group: GroupKind
+    collective: Collective
+    num_bytes: int
+    median_s: float
+
+
+def measure_links(group: MeasuringGroup, *, largest_bytes: int, limit_s: float = 3.0) -> tuple[LinkCost, ...]:
+    """A LinkCost for each collective on each kind of group that the cluster has (see `group_members`).
+
+    `largest_bytes` is the largest tensor worth measuring (a unit's gathered parameters), at most 64 MiB are. Sizes are
+    left out, the largest first, where they would take longer than about `limit_s` altogether, but never the first
+    three. All groups of a kind are at work together, as in training, so that what they share counts. A single rank
+    communicates with nobody: its links cost nothing (latency 0, FREE_BYTES_PER_S).
+    """
+    members = group_members(group.cluster.ranks_per_node)
+    if group.cluster.num_ranks == 1:
+        return tuple(
+            LinkCost(group="world", collective=name, latency_s=0.0, bytes_per_s=FREE_BYTES_PER_S, residual_fraction=0.0)
+            for name in COLLECTIVES
+        )
+    per_rank = group.run(time_collectives, members, measured_sizes(largest_bytes), limit_s)
+    points: dict[tuple[GroupKind, Collective], dict[int, float]] = {}
+    for timing in itertools.chain.from_iterable(per_rank):
+        slowest = points.setdefault((timing.group, timing.collective), {})
+        slowest[timing.num_bytes] = max(slowest.get(timing.num_bytes, 0.0), timing.median_s)
+    links = []
+    for (kind, name), seconds in points.items():
+        latency_s, bytes_per_s, residual_fraction = fit_link(list(seconds), list(seconds.values()))
+        links.append(
+            LinkCost(
+                group=kind,
+                collective=name,
+                latency_s=latency_s,
+                bytes_per_s=bytes_per_s,
+                residual_fraction=residual_fraction,
+            )
+        )
+    return tuple(links)
+
+
+def measure_copy(group: MeasuringGroup) -> float:
+    """Bytes per second at which a device copies an 8 MiB fp32 tensor, all devices at once; the slowest's."""
+    return min(group.run(time_copy))
+
+
+def group_members(ranks_per_node: Sequence[int]) -> dict[GroupKind, tuple[tuple[int, ...], ...]]:
+    """The kinds of groups that differ on this layout, each with the ranks of its groups.
+
+    'world' is there always. 'node' (the ranks of a node) and 'across' (equal local ranks of all nodes) are there with
+    several nodes of several ranks each, equally many, as a device mesh needs; else they are the world or a rank.
+    """
+    num_nodes, num_ranks = len(ranks_per_node), sum(ranks_per_node)
+    members: dict[GroupKind, tuple[tuple[int, ...], ...]] = {"world": (tuple(range(num_ranks)),)}
+    per_node = ranks_per_node[0]
+    if num_nodes > 1 and per_node > 1 and len(set(ranks_per_node)) == 1:
+        members["node"] = tuple(tuple(range(first, first + per_node)) for first in range(0, num_ranks, per_node))
+        members["across"] = tuple(tuple(range(local, num_ranks, per_node)) for local in range(per_node))
+    return members
+
+
+def measured_sizes(largest_bytes: int) -> tuple[int, ...]:
+    """Powers of four times 64 KiB up to `largest_bytes` (at most 64 MiB), and that size itself; three at least."""
+    top_bytes = min(LARGEST_BYTES, max(largest_bytes, SMALLEST_BYTES * 4 ** (MIN_SIZES - 1)))
+    sizes = [SMALLEST_BYTES]
+    while sizes[-1] * 4 <= top_bytes:
+        sizes.append(sizes[-1] * 4)
+    if top_bytes >= sizes[-1] * 1.5:
+        sizes.append(top_bytes)
+    return tuple(sizes)
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """latency_s, bytes_per_s and residual_fraction of the line that follows the points best, in relative terms.
+
+    Of all lines through two of the points, or through one with latency 0 or with no cost per byte, it is the one with
+    the least sum of |log(line / point)|. A far point, slow or fast, moves such a line little, unlike least squares.
+    `seconds` are positive.
+    """
+    points = list(zip(sizes, seconds, strict=True))
+    lines = [(0.0, taken_s / size) for size, taken_s in points] + [(taken_s, 0.0) for _, taken_s in points]
+    for (size, taken_s), (other_size, other_s) in itertools.combinations(points, 2):
+        if size != other_size:
+            s_per_byte = (other_s - taken_s) / (other_size - size)
+            lines.append((taken_s - s_per_byte * size, s_per_byte))
+
+    def ratios(line: tuple[float, float]) -> list[float]:
+        return [(line[0] + line[1] * size) / taken_s for size, taken_s in points]
+
+    possible = [line for line in lines if line[0] >= 0 and line[1] >= 0]
+    best = min(possible, key=lambda line: math.fsum(abs(math.log(ratio)) for ratio in ratios(line)))
+    latency_s, s_per_byte = best
+    bytes_per_s = 1 / s_per_byte if s_per_byte * FREE_BYTES_PER_S > 1 else FREE_BYTES_PER_S
+    return latency_s, bytes_per_s, statistics.median(abs(ratio - 1) for ratio in ratios(best))
+
+
+def time_collectives(
+    members: dict[GroupKind, tuple[tuple[int, ...], ...]], sizes: tuple[int, ...], limit_s: float
+) -> list[Timing]:
+    """Runs on every rank of the default group at once. Every decision in it comes from agreed numbers."""
+    groups = {
+        kind: dist.group.WORLD if kind == "world" else dist.new_subgroups_by_enumeration([list(m) for m in ranks])[0]
+        for kind, ranks in members.items()
+    }
+    started_s = time.perf_counter()
+    cases = list(itertools.product(groups, COLLECTIVES))
+    timings = []
+    for index, (kind, name) in enumerate(cases):
+        group = groups[kind]
+        _collective(name, group, SMALLEST_BYTES)[1]()  # the first call opens connections
+        share_s = 0.0
+        for position, size in enumerate(sizes):
+            num_bytes, call = _collective(name, group, size)
+            warm_s, elapsed_s = _agree(_seconds(call), time.perf_counter() - started_s)
+            if position == 0:
+                share_s = elapsed_s + max(0.0, limit_s - elapsed_s) / (len(cases) - index)
+            repeats = 5 if elapsed_s + 5 * warm_s < share_s else 2
+            timings.append(
+                Timing(
+                    group=kind,
+                    collective=name,
+                    num_bytes=num_bytes,
+                    median_s=statistics.median(_seconds(call) for _ in range(repeats)),
+                )
+            )
+            next_s = 3 * warm_s * 4  # the warm-up and two repeats of a tensor four times as large
+            if position + 1 >= MIN_SIZES and elapsed_s + repeats * warm_s + next_s > share_s:
+                break
+    return timings
+
+
+def time_copy() -> float:
+    """Bytes per second of `copy_` between two fp32 tensors of COPY_BYTES, on the actor's device."""
+    source = torch.ones(COPY_BYTES // 4, device=_device())
+    target = torch.empty_like(source)
+    for _ in range(2):
+        target.copy_(source)
+    return COPY_BYTES / statistics.median(_seconds(lambda: target.copy_(source)) for _ in range(10))
+
+
+def _collective(name: Collective, group: dist.ProcessGroup, num_bytes: int) -> tuple[int, Callable[[], object]]:
+    """The bytes really moved (rounded up to whole fp32 shards), and the call as FSDP2 makes it."""
+    num_ranks = group.size()
+    shard_numel = -(-num_bytes // (4 * num_ranks))
+    numel = shard_numel * num_ranks
+    device = _device()
+    whole, shard = torch.ones(numel, device=device), torch.ones(shard_numel, device=device)
+    calls: dict[Collective, Callable[[], object]] = {
+        "all_gather": lambda: dist.all_gather_single(torch.empty_like(whole), shard, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(
+            torch.empty_like(shard), whole, op=dist.ReduceOp.AVG, group=group
+        ),
+        "all_reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group),
+    }
+    return numel * 4, calls[name]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    _synchronize()
+    started_s = time.perf_counter()
+    call()
+    _synchronize()
+    return time.perf_counter() - started_s
+
+
+def _agree(*values: float) -> list[float]:
+    """The largest of each value over all ranks, the same on all; it also lines the ranks up."""
+    agreed = torch.tensor(values, dtype=torch.float64, device=_device())
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return agreed.tolist()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _synchronize() -> None:
+    if dist.get_backend() == "nccl":
+        torch.cuda.synchronize()

@@ -1,0 +1,222 @@
+"""Events of a whole run -> traces of sections.
+
+The forward of a block reaches from its entry to the next block's, its backward from the gradient of its output to that
+of the block before it; the stem is what comes before the first block, the head what comes after the last one, with the
+loss. Frees that directly follow a block's end belong to it. Buffers that cross a border get slots (see SectionTrace).
+"""
+
+from osdp_ray.errors import TraceError
+from osdp_ray.modeling.structure import Structure
+from osdp_ray.profiling.recorder import BACKWARD, Event
+from osdp_ray.records.profile import (
+    ALLOC,
+    ENTER,
+    EXIT,
+    FOREIGN,
+    FREE,
+    GRADIENT,
+    POST_BACKWARD,
+    PRE_BACKWARD,
+    ROOT,
+    SECTION,
+    WORKSPACE,
+    Recompute,
+    SectionTrace,
+)
+
+_Rows = list[tuple[int, ...]]
+
+
+def cut_sections(
+    structure: Structure, recompute: Recompute, runs: list[list[Event]], micro_batches: tuple[int, ...]
+) -> list[SectionTrace]:
+    """One SectionTrace per class, from two runs that differ in the micro-batch alone."""
+    sizes = _affine_sizes(runs, micro_batches)
+    events = runs[0]
+    names = [section.name for section in structure.sections]
+    ran = {event.subject for event in events if event.code == ENTER}
+    present = [name for name in names if name in ran or name in ("stem", "head")]
+    spans = _spans(events, present)
+    cutter = _Cutter(structure, events, sizes, present, spans)
+    traces = []
+    for class_index in range(len(structure.classes)):
+        members = [name for name in structure.members(class_index) if name in present]
+        template = members[1] if len(members) >= 3 else members[0]
+        traces.append(cutter.cut(template, class_index, recompute))
+    return traces
+
+
+def _affine_sizes(runs: list[list[Event]], micro_batches: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(constant, per sample) of each event's size. Raises TraceError where the runs differ in more than sizes."""
+    small, large = runs
+    if [(e.code, e.buffer, e.subject) for e in small] != [(e.code, e.buffer, e.subject) for e in large]:
+        raise TraceError(
+            "", f"it does other operations at micro-batch {micro_batches[0]} than at {micro_batches[1]}",
+            "Avoid branches that depend on the batch's size",
+        )
+    sizes = []
+    for first, second in zip(small, large, strict=True):
+        per_sample, rest = divmod(second.num_bytes - first.num_bytes, micro_batches[1] - micro_batches[0])
+        if rest:
+            raise TraceError(
+                "", "a tensor's size is not linear in the micro-batch", "Keep every tensor's size linear in it"
+            )
+        sizes.append((first.num_bytes - per_sample * micro_batches[0], per_sample))
+    return sizes
+
+
+def _spans(events: list[Event], present: list[str]) -> dict[str, tuple[range, range]]:
+    """Index ranges of each present section's forward and backward events."""
+    blocks = present[1:-1]
+    turn = next(index for index, event in enumerate(events) if event.code == BACKWARD)
+    first = _first_index(events)
+    enters = [first[(ENTER, name)] for name in blocks]
+    forward_ends = [*enters[1:], _past_frees(events, _last(events, EXIT, blocks[-1], turn) + 1)] if blocks else []
+    pre = [first.get((PRE_BACKWARD, name), len(events)) for name in blocks]
+    starts = [enters[0] if blocks else turn, *forward_ends]
+    head_forward = range(forward_ends[-1] if blocks else turn, turn)
+    spans = {"stem": (range(0, starts[0]), range(len(events), len(events)))}
+    for index, name in enumerate(blocks):
+        if index > 0:
+            end = pre[index - 1]
+        else:
+            post = first.get((POST_BACKWARD, name))
+            end = _past_frees(events, post + 1) if post is not None else len(events)
+            spans["stem"] = (spans["stem"][0], range(end, len(events)))
+        spans[name] = (range(enters[index], forward_ends[index]), range(pre[index], end))
+    spans["head"] = (head_forward, range(turn + 1, pre[-1] if blocks else len(events)))
+    return spans
+
+
+def _first_index(events: list[Event]) -> dict[tuple[int, str], int]:
+    first: dict[tuple[int, str], int] = {}
+    for index, event in enumerate(events):
+        first.setdefault((event.code, event.subject), index)
+    return first
+
+
+def _last(events: list[Event], code: int, subject: str, end: int) -> int:
+    return max(index for index in range(end) if events[index].code == code and events[index].subject == subject)
+
+
+def _past_frees(events: list[Event], index: int) -> int:
+    while index < len(events) and events[index].code == FREE:
+        index += 1
+    return index
+
+
+class _Cutter:
+    """Turns a section's span of events into rows with local numbers."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        events: list[Event],
+        sizes: list[tuple[int, int]],
+        present: list[str],
+        spans: dict[str, tuple[range, range]],
+    ) -> None:
+        self.events, self.sizes, self.present = events, sizes, present
+        self.spans = spans
+        self.born: dict[int, tuple[int, bool]] = {}  # buffer -> (section, in backward)
+        self.died: dict[int, tuple[int, bool]] = {}
+        gradients = {event.buffer for event in events if event.code == GRADIENT}
+        for position, name in enumerate(present):
+            for in_backward, span in zip((False, True), spans[name], strict=True):
+                for index in span:
+                    event = events[index]
+                    if event.code == ALLOC:
+                        self.born[event.buffer] = (position, in_backward)
+                    elif event.code == FREE and event.buffer not in gradients:
+                        self.died[event.buffer] = (position, in_backward)
+        self.subjects = _subjects(structure, present)
+        self.parameters = _parameter_subjects(structure, present)
+
+    def cut(self, name: str, class_index: int, recompute: Recompute) -> SectionTrace:
+        position = self.present.index(name)
+        forward, backward = self.spans[name]
+        own = [
+            self.events[index].buffer
+            for span in (forward, backward)
+            for index in span
+            if self.events[index].code == ALLOC
+        ]
+        slots = {buffer: -(2 * slot + 1) for slot, buffer in enumerate(self._after_forward(position - 1))}
+        slots |= {buffer: -(2 * slot + 2) for slot, buffer in enumerate(self._after_backward(position + 1))}
+        slots |= {buffer: number for number, buffer in enumerate(own)}
+        return SectionTrace(
+            class_index=class_index,
+            recompute=recompute,
+            forward=self._rows(forward, slots, class_index),
+            backward=self._rows(backward, slots, class_index),
+            outputs=tuple(slots[buffer] for buffer in self._after_forward(position)),
+            gradient_outputs=tuple(slots[buffer] for buffer in self._after_backward(position)),
+        )
+
+    def _after_forward(self, position: int) -> list[int]:
+        """Buffers of this or an earlier section's forward that a later section frees, in the order of birth."""
+        return [
+            buffer
+            for buffer, (section, in_backward) in self.born.items()
+            if not in_backward and section <= position and self.died.get(buffer, (-1, True))[0] > position
+        ]
+
+    def _after_backward(self, position: int) -> list[int]:
+        """Buffers of this or a later section's backward that an earlier section frees, in the order of birth."""
+        return [
+            buffer
+            for buffer, (section, in_backward) in self.born.items()
+            if in_backward and section >= position and self.died.get(buffer, (len(self.present), True))[0] < position
+        ]
+
+    def _rows(self, span: range, slots: dict[int, int], class_index: int) -> tuple[int, ...]:
+        rows: list[int] = []
+        for index in span:
+            event = self.events[index]
+            constant, per_sample = self.sizes[index]
+            if event.code in (ALLOC, FREE):
+                if event.buffer in slots:
+                    rows += (event.code, 0, slots[event.buffer], constant, per_sample)
+            elif event.code == WORKSPACE:
+                rows += (event.code, 0, 0, constant, per_sample)
+            elif event.code == GRADIENT:
+                subject = _relative(self.parameters[event.subject], class_index)
+                rows += (event.code, subject, slots.get(event.buffer, 0), 0, 0)
+            else:
+                for found in self.subjects.get(event.subject, ()):
+                    rows += (event.code, _relative(found, class_index), 0, 0, 0)
+        return tuple(rows)
+
+
+def _relative(subject: tuple[int, int], class_index: int) -> int:
+    """(class, index) as seen from a class: the index itself, or a FOREIGN number."""
+    owner, index = subject
+    return index if owner == class_index or index < 0 else FOREIGN * (owner + 1) + index
+
+
+def _subjects(structure: Structure, present: list[str]) -> dict[str, list[tuple[int, int]]]:
+    """Module path -> what its hooks stand for: (class, SECTION), (class, operator), or the ROOT."""
+    subjects: dict[str, list[tuple[int, int]]] = {"": [(-1, ROOT)]}
+    for section in structure.sections:
+        if section.name not in present:
+            continue
+        section_class = structure.classes[section.class_index]
+        prefix = section.name if section_class.is_block else ""
+        if section_class.is_block:
+            subjects.setdefault(section.name, []).append((section.class_index, SECTION))
+        for index, operator in enumerate(section_class.operators):
+            for module in operator.modules:
+                path = ".".join(part for part in (prefix, module) if part)
+                subjects.setdefault(path, []).append((section.class_index, index))
+    return subjects
+
+
+def _parameter_subjects(structure: Structure, present: list[str]) -> dict[str, tuple[int, int]]:
+    subjects = {}
+    for section in structure.sections:
+        if section.name in present:
+            section_class = structure.classes[section.class_index]
+            prefix = f"{section.name}." if section_class.is_block else ""
+            for index, parameter in enumerate(section_class.parameters):
+                subjects[f"{prefix}{parameter.name}"] = (section.class_index, index)
+    return subjects
