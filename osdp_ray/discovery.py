@@ -108,23 +108,26 @@ def _attach(address: str, deadline_s: float) -> None:
 
 
 def _resolve(address: str) -> tuple[str, int]:
-    """Host and port of an address that a user gave."""
-    if address == "auto":
-        # Ray 2.60 has no public way to ask for the address of the local cluster without connecting to it.
-        found = ray._private.services.canonicalize_bootstrap_address("auto")
-        if found is None:
-            raise ClusterError("no Ray cluster runs on this machine, and the address is 'auto'", START_REMEDY)
-        address = found
+    """Host and port that Ray would connect to for an address that a user gave."""
     if address.startswith(("http://", "https://")):
         raise ClusterError(
             f"{address} is the address of a dashboard, which takes jobs and no drivers",
             f"Run 'ray job submit --address {address} -- ...', or give the cluster's HOST:PORT (port 6379 by default).",
         )
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ClusterError(
-            f"{address!r} is no address of a Ray cluster", "Write --address HOST:PORT, such as head:6379."
-        )
+    found: str | None = address.removeprefix("ray://")
+    if address != "auto":
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ClusterError(
+                f"{address!r} is no address of a cluster", "Write --address HOST:PORT, such as head:6379."
+            )
+    if not address.startswith("ray://"):
+        # Ray 2.60 finds the local cluster for 'auto' and puts this machine's address for a loopback one, and has no
+        # public name for either.
+        found = ray._private.services.canonicalize_bootstrap_address(address)
+    if found is None:
+        raise ClusterError("no Ray cluster runs on this machine, and the address is 'auto'", START_REMEDY)
+    host, _, port = found.rpartition(":")
     return host.strip("[]"), int(port)
 
 
@@ -136,7 +139,7 @@ def _probe(name: str, host: str, port: int, deadline_s: float, *, is_client: boo
     except OSError as error:
         reason = "nothing answered in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise ClusterError(f"no Ray cluster answers at {name}: {reason}", START_REMEDY) from error
-    if is_client:
+    if is_client or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return
     import grpc
 
@@ -145,7 +148,7 @@ def _probe(name: str, host: str, port: int, deadline_s: float, *, is_client: boo
         try:
             channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=min(10.0, _left_s(deadline_s)))
         except grpc.RpcError as error:
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if error.code() not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                 problem = f"something listens at {name} and is no Ray cluster ({error.code().name.lower()})"
                 raise ClusterError(problem, START_REMEDY) from error
 
@@ -164,20 +167,26 @@ def _cluster_errors(problem: str, remedy: str) -> Iterator[None]:
         raise
 
 
+class _Deadline(BaseException):
+    """Ray retries on every Exception, so only another kind ends its loops."""
+
+
 @contextlib.contextmanager
 def _limit(deadline_s: float) -> Iterator[None]:
-    """Raises TimeoutError inside the block at the deadline. Signals reach the main thread only; elsewhere no limit."""
+    """Ends the block at the deadline with a TimeoutError. Signals reach the main thread only; elsewhere no limit."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
     def stop(*_: Any) -> None:
-        raise TimeoutError("no answer in time")
+        raise _Deadline
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, _left_s(deadline_s))
     try:
         yield
+    except _Deadline as error:
+        raise TimeoutError("no answer in time") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)

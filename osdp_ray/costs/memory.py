@@ -125,7 +125,7 @@ class StepSimulator:
             self.units.append(units)
             self.by_operator.append(by_operator)
         self.section_of_class = {class_index: position for position, class_index in enumerate(class_indices)}
-        self.live = self.peak = 0
+        self.live = self.peak = self.section_peak = 0
         self.phase = "forward"
         self.peaks = dict.fromkeys(PHASES, 0)
         self.held_flat = self.reduce_input = 0
@@ -146,6 +146,7 @@ class StepSimulator:
         self.live -= num_bytes
 
     def _enter_phase(self, phase: str) -> None:
+        self.section_peak = max(self.section_peak, self.peak)
         self.peaks[self.phase] = max(self.peaks[self.phase], self.peak)
         self.phase, self.peak = phase, self.live
 
@@ -246,13 +247,16 @@ class StepSimulator:
     def _unit(self, position: int, subject: int) -> _Unit | None:
         if subject >= FOREIGN:
             owner, subject = divmod(subject, FOREIGN)
+            if owner - 1 not in self.section_of_class:
+                return None  # a section played alone
             position = self.section_of_class[owner - 1]
         return self.by_operator[position].get(subject)
 
     def _play(self, position: int, micro_batch: int) -> SectionBytes:
         section, class_index = self.sections[position], self.class_indices[position]
         before = self.live
-        outer_peak, self.peak = self.peak, self.live
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.peak)
+        self.peak = self.section_peak = self.live
         trace = self.profile.trace(class_index, section.recompute)
         own = self.buffers[position]
         for code, subject, buffer, num_bytes in _rows(trace, micro_batch, in_backward=self.in_backward):
@@ -270,13 +274,11 @@ class StepSimulator:
                     self._free(self.held_flat)
                     self.held_flat = 0
                     self._enter_phase("loss")
-                    outer_peak = 0
             elif (unit := self._unit(position, subject)) is not None:
                 _HOOKS[code](self, unit, subject)
         self._hand_on(position, trace)
-        result = SectionBytes(before_bytes=before, peak_bytes=self.peak, after_bytes=self.live)
-        self.peak = max(self.peak, outer_peak)
-        return result
+        peak = max(self.section_peak, self.peak)
+        return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self.live)
 
     def _take(self, position: int, buffer: int) -> int:
         """Bytes of a buffer that is freed: an own one, or a neighbour's by its slot."""
@@ -291,6 +293,8 @@ class StepSimulator:
     def _gradient(self, position: int, subject: int, num_bytes: int) -> None:
         if subject >= FOREIGN:
             owner, subject = divmod(subject, FOREIGN)
+            if owner - 1 not in self.section_of_class:
+                return
             position = self.section_of_class[owner - 1]
         section_class = self.profile.classes[self.class_indices[position]]
         operator = next(i for i, operator in enumerate(section_class.operators) if subject in operator.parameters)

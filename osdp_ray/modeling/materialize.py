@@ -7,7 +7,7 @@ the tensor's name, and keeps this rank's shard: the values depend neither on the
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -51,13 +51,22 @@ class Initialisation:
     values: dict[str, torch.Tensor]
     metas: dict[str, torch.Tensor]
 
-    def materialize(self, model: nn.Module, device: torch.device | str, seed: int) -> None:
-        """Allocates and fills the model's parameters (sharded or not) and buffers on `device`."""
-        model.to_empty(device=device)
+    def materialize(
+        self, model: nn.Module, device: torch.device | str, seed: int, *, skip: Collection[str] = ()
+    ) -> None:
+        """Allocates and fills the model's parameters (sharded or not) and buffers on `device`.
+
+        Modules named in `skip`, and what lies in them, stay on the meta device.
+        """
+        outside = tuple(f"{name}." for name in skip)
+        allocated: dict[int, torch.Tensor] = {}
+        for name, module in model.named_modules():
+            if name not in skip and not name.startswith(outside):
+                _allocate(module, device, allocated)
         done: set[int] = set()
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if id(tensor) in done:
+                if tensor.is_meta or id(tensor) in done:
                     continue
                 done.add(id(tensor))
                 whole = self._whole(name, device, seed)
@@ -78,6 +87,19 @@ class Initialisation:
             for function, args, kwargs in self.steps[name]:
                 function(*_on(args, whole, meta), **_on(kwargs, whole, meta))
         return whole
+
+
+def _allocate(module: nn.Module, device: torch.device | str, allocated: dict[int, torch.Tensor]) -> None:
+    """Puts uninitialised tensors in the place of a module's own meta ones; tied ones stay tied (`to_empty` parts them)."""
+    for tensors in (module._parameters, module._buffers):
+        for key, tensor in tensors.items():
+            if tensor is None or tensor.device.type != "meta":
+                continue
+            if id(tensor) not in allocated:
+                empty = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                allocated[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            tensors[key] = allocated[id(tensor)]
 
 
 def _on(arguments: Any, whole: torch.Tensor, meta: torch.Tensor) -> Any:

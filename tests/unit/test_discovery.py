@@ -1,5 +1,8 @@
 """Which devices a run gets, from what Ray says of the nodes. Ray itself is not started here."""
 
+import contextlib
+import os
+import signal
 import socket
 import time
 
@@ -109,9 +112,9 @@ def test_a_cluster_record_survives_json():
 @pytest.mark.parametrize(
     ("address", "match"),
     [
-        ("head", "no address of a Ray cluster.*HOST:PORT"),
-        ("head:port", "no address of a Ray cluster.*HOST:PORT"),
-        ("head:70000", "no address of a Ray cluster.*HOST:PORT"),
+        ("head", "no address of a cluster.*HOST:PORT"),
+        ("head:port", "no address of a cluster.*HOST:PORT"),
+        ("head:70000", "no address of a cluster.*HOST:PORT"),
         ("http://head:8265", "dashboard.*ray job submit"),
     ],
 )
@@ -124,8 +127,8 @@ def test_an_address_that_is_none_is_refused_with_the_right_form(address, match):
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_an_address_where_nobody_listens_is_an_error_with_the_remedy(prefix):
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"{prefix}127.0.0.1:{unused.getsockname()[1]}"
+        unused.bind(("127.0.0.2", 0))
+        address = f"{prefix}127.0.0.2:{unused.getsockname()[1]}"
         with pytest.raises(ClusterError, match=rf"no Ray cluster answers at {address}.*ray start --head"):
             connect(address, num_workers=1)
     assert not ray.is_initialized()
@@ -133,9 +136,9 @@ def test_an_address_where_nobody_listens_is_an_error_with_the_remedy(prefix):
 
 def test_an_address_where_something_else_listens_is_an_error_within_the_time_given(monkeypatch):
     with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
+        silent.bind(("127.0.0.2", 0))
         silent.listen()
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.2:{silent.getsockname()[1]}")
         started_s = time.monotonic()
         with pytest.raises(ClusterError, match=r"is no Ray cluster.*ray start --head"):
             connect(None, num_workers=1, timeout_s=1.0)
@@ -149,3 +152,44 @@ def test_more_workers_than_an_embedded_ray_has_slots_is_refused_before_it_is_sta
     with pytest.raises(ClusterError, match=r"100000 workers .*--num-workers \d+"):
         connect(None, num_workers=100_000)
     assert not ray.is_initialized()
+
+
+def retry_for_ever(**_):
+    """What `ray.init` does where the cluster is up and no node of it is on this machine."""
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(60)
+
+
+def test_a_cluster_that_answers_and_never_lets_in_is_an_error_at_the_time_limit(monkeypatch):
+    monkeypatch.setattr("osdp_ray.discovery._probe", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ray, "init", retry_for_ever)
+    before = signal.getsignal(signal.SIGALRM)
+
+    with pytest.raises(ClusterError, match=r"does not let this process in: no answer in time.*RAY_AUTH_MODE"):
+        connect("127.0.0.1:6379", num_workers=1, timeout_s=0.2)
+
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_embedded_ray_gets_a_token_of_its_own_unless_the_user_has_set_one(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(ray, "init", lambda **kwargs: started.append(kwargs))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    connect(None, num_workers=1)
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    connect(None, num_workers=1)
+    token = os.environ["RAY_AUTH_TOKEN"]
+    assert len(token) == 64
+
+    connect(None, num_workers=1)
+    assert os.environ["RAY_AUTH_TOKEN"] == token
+    assert [kwargs["address"] for kwargs in started] == ["local"] * 3
+    monkeypatch.delenv("RAY_AUTH_TOKEN")

@@ -17,6 +17,7 @@ from osdp_ray.observation import (
     resident_bytes,
     save_parquet,
 )
+from osdp_ray.observation.allocator import AllocatorEvent, highest_sum
 from osdp_ray.records.telemetry import Sample, Telemetry
 
 SAMPLE = Sample(
@@ -49,6 +50,21 @@ def test_the_peak_of_a_cpu_step_is_exact_to_the_byte():
         third = torch.empty(1 << 19, dtype=torch.uint8)
         del second, third
     assert memory.peak_bytes == 1000 + (1 << 20) + (1 << 21)
+
+
+def test_a_free_that_gloo_did_unseen_counts_when_the_waiting_thread_goes_on():
+    copy_in_reduce_scatter = AllocatorEvent(10, 100, address=1, thread=1, collective_end_ns=12)
+    events = [
+        copy_in_reduce_scatter,
+        AllocatorEvent(13, 30, address=2, thread=2),  # gloo's thread works while the caller waits
+        AllocatorEvent(14, -30, address=2, thread=2),
+        AllocatorEvent(20, 40, address=3, thread=1),  # the caller goes on: the copy is gone
+    ]
+    assert highest_sum(events) == 130
+    kept = dataclasses.replace(copy_in_reduce_scatter, collective_end_ns=None)
+    assert highest_sum([kept, *events[1:]]) == 140
+    reused = AllocatorEvent(30, 50, address=1, thread=1)
+    assert highest_sum([kept, reused]) == 150  # a loss outside of collectives is never guessed away
 
 
 def test_a_step_that_only_frees_peaks_where_it_starts():

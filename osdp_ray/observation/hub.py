@@ -1,158 +1,20 @@
-"""Stage 5: what every worker measures in a step, and how it reaches the driver while training runs.
-
-    worker:  Observer  --- push, fire and forget --->  TelemetryHub (actor)  <--- drain ---  HubClient: driver
-                       <--- the reply is a command ---                       <--- command ---
-
-Peak memory is exact bytes on both kinds of device. On CUDA the caching allocator counts in every step. On CPU the
-profiler's allocator events are summed in sampled steps (the 2nd and 3rd of an attempt, then every 50th), and
-
-    peak = bytes live when the step starts + max(0, highest running sum of the step's events)
-
-`ray.train.report` is no channel for this: it is a barrier of up to seconds.
-"""
+"""The way between workers and driver: an actor that keeps what workers push until the driver drains it."""
 
 import collections
 import contextlib
-import dataclasses
-import gc
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from osdp_ray.errors import RecordError
-from osdp_ray.records.telemetry import Sample, Telemetry
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-__all__ = [
-    "AllocatorPeak",
-    "HubClient",
-    "Note",
-    "Observer",
-    "Sample",
-    "StepMemory",
-    "Telemetry",
-    "TelemetryHub",
-    "load_parquet",
-    "persistent_bytes",
-    "save_parquet",
-    "start_hub",
-]
+from osdp_ray.observation.allocator import AllocatorPeak, StepMemory, persistent_bytes, resident_bytes
+from osdp_ray.records.telemetry import Sample
 
 _PUSH_INTERVAL_S = 0.2
 _FLUSH_TIMEOUT_S = 20.0
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _log = logging.getLogger(__name__)
 
 Note = tuple[str, dict[str, Any]]  # what happened ('saved', 'eval', ...) and its facts
-
-
-def persistent_bytes(
-    model: "nn.Module", optimizer: "torch.optim.Optimizer | None", extra: "Iterable[torch.Tensor]" = ()
-) -> int:
-    """Bytes that stay between steps: parameters, buffers, optimizer state and `extra`, each storage counted once.
-
-    Of a sharded tensor it is this rank's storage, padding included: FSDP2 keeps its shards padded.
-    """
-    from torch import Tensor
-    from torch.distributed.tensor import DTensor
-
-    tensors: list[Any] = [*model.parameters(), *model.buffers(), *extra]
-    if optimizer is not None:
-        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    storages = {}
-    for tensor in tensors:
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).untyped_storage()
-        storages[storage._cdata] = storage.nbytes()  # torch 2.13: the address of the storage, which identifies it
-    return sum(storages.values())
-
-
-@dataclasses.dataclass
-class StepMemory:
-    """What one step did to memory; filled when the step has ended. None where it was not measured."""
-
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    num_retries: int = 0
-
-
-class AllocatorPeak:
-    """Measures the peak of one step on a device of kind 'cpu' or 'cuda'."""
-
-    def __init__(self, device_kind: str, *, sample_every: int = 50) -> None:
-        self.device_kind, self.sample_every = device_kind, sample_every
-
-    def is_sampled(self, step: int) -> bool:
-        """Whether the `step`-th step of this attempt (from 1) has its peak measured."""
-        if self.device_kind == "cuda":
-            return True
-        return step in (2, 3) or (self.sample_every > 0 and step % self.sample_every == 0)
-
-    @contextlib.contextmanager
-    def measure(self, step: int, live_bytes: Callable[[], int]) -> Iterator[StepMemory]:
-        """Around the `step`-th step. `live_bytes()` is what the process's tensors hold as the step starts (CPU)."""
-        memory = StepMemory()
-        if not self.is_sampled(step):
-            yield memory
-        elif self.device_kind == "cuda":
-            yield from _measure_cuda(memory)
-        else:
-            yield from _measure_cpu(memory, live_bytes)
-
-
-def _measure_cuda(memory: StepMemory) -> Iterator[StepMemory]:
-    import torch
-
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    torch.cuda.reset_peak_memory_stats()
-    yield memory
-    memory.peak_bytes = torch.cuda.max_memory_allocated()
-    memory.reserved_bytes = torch.cuda.max_memory_reserved()
-    memory.num_retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries
-
-
-def _measure_cpu(memory: StepMemory, live_bytes: Callable[[], int]) -> Iterator[StepMemory]:
-    from torch.profiler import ProfilerActivity, profile
-
-    gc.collect()  # buffers that only a cycle keeps alive would be freed within the step
-    start_bytes = live_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield memory
-    memory.peak_bytes = start_bytes + _highest_sum(profiler)
-
-
-def _highest_sum(profiler: Any) -> int:
-    """The highest running sum of the CPU allocator's events, 0 at the least."""
-    from torch.autograd import DeviceType
-
-    events = profiler.profiler.kineto_results.events()  # torch 2.13: the only access to single allocator events
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
-    ]
-    changes.sort(key=lambda change: change[0])  # stable: events of one instant keep their order
-    live_bytes = highest_bytes = 0
-    for _, num_bytes in changes:
-        live_bytes += num_bytes
-        highest_bytes = max(highest_bytes, live_bytes)
-    return highest_bytes
-
-
-def resident_bytes() -> int:
-    """The resident set of this process."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * _PAGE_BYTES
-    except OSError:  # no /proc: the highest so far, which is KiB on all but macOS
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class TelemetryHub:
@@ -337,48 +199,3 @@ class _Gauges:
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
             _log.warning("metrics of rank %s are off: %s", self._tags["rank"], error)
             self._gauges = []
-
-
-_COLUMNS = {int: "int64", float: "float64", int | None: "int64"}
-
-
-def _schema() -> Any:
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            pa.field(f.name, getattr(pa, _COLUMNS[f.type])(), nullable=f.type == (int | None))  # type: ignore[index]
-            for f in dataclasses.fields(Sample)
-        ]
-    )
-
-
-def save_parquet(telemetry: Telemetry, path: str | os.PathLike[str]) -> None:
-    """Writes one row per sample, one column per field of Sample, whole or not at all."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [dataclasses.asdict(sample) for sample in telemetry.samples]
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def load_parquet(path: str | os.PathLike[str]) -> Telemetry:
-    """Reads what `save_parquet` wrote. Raises RecordError for a missing, damaged or other file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with open(path, "rb") as file:
-            table = pq.read_table(file)
-    except (OSError, pa.ArrowException) as error:
-        raise RecordError(str(path), f"it is no readable Parquet file ({str(error).splitlines()[0]})") from error
-    names = [field.name for field in dataclasses.fields(Sample)]
-    if missing := [name for name in names if name not in table.column_names]:
-        raise RecordError(str(path), f"it has no column {missing[0]!r}, so it is no telemetry of this release")
-    return Telemetry(samples=tuple(Sample(**row) for row in table.select(names).to_pylist()))

@@ -1,0 +1,48 @@
+"""What a decision costs: bytes by lifetime, seconds by phase. Pure Python; the planner, the report and the checks of a
+run all ask here.
+"""
+
+from osdp_ray.costs.memory import SectionBytes, StepBytes, StepSimulator, simulate_bytes, simulate_sections
+from osdp_ray.costs.seconds import SectionSeconds, section_seconds, step_seconds
+from osdp_ray.costs.units import UnitBytes, unit_bytes
+from osdp_ray.records.plan import Plan, Prediction, SectionPlan
+from osdp_ray.records.profile import Profile
+
+__all__ = [
+    "SectionBytes",
+    "SectionSeconds",
+    "StepBytes",
+    "StepSimulator",
+    "UnitBytes",
+    "predict",
+    "predict_sections",
+    "section_seconds",
+    "simulate_bytes",
+    "simulate_sections",
+    "step_seconds",
+    "unit_bytes",
+]
+
+
+def predict(profile: Profile, plan: Plan) -> Prediction:
+    """What a plan costs by this profile: the peak of the rank that holds the most, and the seconds of a step."""
+    return predict_sections(
+        profile, plan.sections, micro_batch=plan.micro_batch, accumulation=plan.accumulation
+    )
+
+
+def predict_sections(
+    profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batch: int, accumulation: int
+) -> Prediction:
+    """The same for decisions that are not in a plan yet; `sections` are those of the profile, in its order."""
+    held = simulate_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
+    phases = step_seconds(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
+    step_s = sum(phases.values())
+    return Prediction(
+        peak_bytes=held.peak_bytes,
+        persistent_bytes=held.persistent_bytes,
+        peak_by_phase=held.peak_by_phase,
+        step_s=step_s,
+        step_s_by_phase=phases,
+        samples_per_s=micro_batch * accumulation * profile.num_ranks / step_s,
+    )

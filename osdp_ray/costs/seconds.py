@@ -1,0 +1,90 @@
+"""Seconds of a step, by phase: forward, backward (with recomputation), communication, optimizer.
+
+Backends without streams (gloo on CPU) run gathers and scatters between the computations, so a step is the sum:
+
+    accumulation * sum over sections (forward + backward [+ forward again if recomputed] + its units' collectives)
+    + optimizer
+
+A unit's collectives per micro-batch: a gather before forward and, if it was freed, one before backward; then a
+reduce-scatter (world), an all-reduce (none), or a reduce-scatter inside the node and an all-reduce across nodes
+(node). FSDP2 copies gathered parameters out of, and gradients into, flat buffers; a replicated unit copies too.
+"""
+
+import dataclasses
+
+from osdp_ray.costs.units import UnitBytes, unit_bytes
+from osdp_ray.records.plan import Choice, SectionPlan
+from osdp_ray.records.profile import GroupKind, Profile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SectionSeconds:
+    """Seconds of one section in one micro-batch, and of its share of the optimizer's step."""
+
+    forward_s: float
+    backward_s: float
+    communication_s: float
+    optimizer_s: float
+
+    def step_s(self, accumulation: int) -> float:
+        return accumulation * (self.forward_s + self.backward_s + self.communication_s) + self.optimizer_s
+
+
+def section_seconds(profile: Profile, class_index: int, section: SectionPlan, micro_batch: int) -> SectionSeconds:
+    """Seconds of a section of a class under its plan."""
+    cost, factor = profile.compute[class_index], profile.calibration.compute_factor
+    section_class = profile.classes[class_index]
+    forward_s = cost.forward_s(micro_batch) * factor
+    backward_s = cost.backward_s(micro_batch) * factor
+    if section.recompute == "full":
+        backward_s += forward_s
+    communication_s = optimizer_s = 0.0
+    for unit in section.units:
+        sizes = unit_bytes(section_class, unit, profile.ranks_per_node)
+        communication_s += _unit_seconds(profile, unit.choice, sizes)
+        optimizer_s += (
+            sizes.gradient_bytes * profile.optimizer.step_s_per_byte
+            + sizes.num_trainable * profile.optimizer.step_s_per_tensor
+        )
+    return SectionSeconds(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        communication_s=communication_s * profile.calibration.communication_factor,
+        optimizer_s=optimizer_s,
+    )
+
+
+def step_seconds(
+    profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batch: int, accumulation: int
+) -> dict[str, float]:
+    """Seconds of a step by phase."""
+    phases = dict.fromkeys(("forward", "backward", "communication", "optimizer"), 0.0)
+    for section, described in zip(sections, profile.sections, strict=True):
+        seconds = section_seconds(profile, described.class_index, section, micro_batch)
+        phases["forward"] += accumulation * seconds.forward_s
+        phases["backward"] += accumulation * seconds.backward_s
+        phases["communication"] += accumulation * seconds.communication_s
+        phases["optimizer"] += seconds.optimizer_s
+    return phases
+
+
+def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> float:
+    """Collectives and copies of one unit in one micro-batch."""
+    num_gathers = 2 if choice.regather else 1
+    copied_bytes = num_gathers * sizes.gathered_bytes + sizes.reduce_bytes
+    seconds = copied_bytes / profile.copy_bytes_per_s
+    if choice.shard_over == "none" or sizes.group_size == 1:
+        seconds += sizes.reduce_bytes / profile.copy_bytes_per_s
+        return seconds + _collective(profile, "world", "all_reduce", sizes.reduce_bytes)
+    group: GroupKind = "node" if choice.shard_over == "node" else "world"
+    seconds += num_gathers * _collective(profile, group, "all_gather", sizes.flat_bytes)
+    seconds += _collective(profile, group, "reduce_scatter", sizes.reduce_bytes)
+    if group == "node":
+        seconds += _collective(profile, "across", "all_reduce", sizes.gradient_bytes)
+    return seconds
+
+
+def _collective(profile: Profile, group: GroupKind, name: str, num_bytes: int) -> float:
+    if num_bytes == 0:
+        return 0.0
+    return profile.link(group, name).seconds(num_bytes)  # type: ignore[arg-type]

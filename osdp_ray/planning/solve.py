@@ -1,0 +1,168 @@
+"""The integer program: which recipe how often, for one micro-batch, as fast as the budget allows.
+
+Sets: section classes c with num[c] sections, and for each its menu of recipes r. Stretches g = (c, r) are in canonical
+order along the model: classes by first appearance, recipes by Recipe.order.
+
+    choose   n[g]    in 0..num[c]   how many sections of class c use recipe r
+             used[g] in {0, 1}      whether any does
+    minimize sum n[g] * seconds[g]
+    subject to
+      (all_c)       sum over g of c of n[g] = num[c]
+      (used_g)      n[g] <= num[c] * used[g]
+    and with P = fixed + sum n[h] * persistent[h]:
+      (forward_g)   P + sum_{h<=g} n[h] kept[h] + used[g] (forward[g] - kept[g])                        <= budget
+      (first_g)     P + sum_{h<=g} n[h] kept[h] + sum_{h>g} n[h] gradient[h] + used[g] backward[g]      <= budget
+      (last_g)      P + sum_{h<g} n[h] kept[h] + sum_{h>=g} n[h] gradient[h]
+                      + used[g] (kept[g] - gradient[g] + backward[g])                                   <= budget
+      (optimizer)   P + sum n[h] (1 + step_per_total) gradient[h]                                       <= budget
+
+`first` and `last` are the first and last block of a stretch in backward: within a stretch the level is linear, so the
+peak is at one of its ends. Where a stretch is empty its rows state the level at a border that is passed in any case, so
+no big constants are needed. Bytes are in MiB for the solver; plans are checked by the simulator outside it.
+"""
+
+import dataclasses
+import os
+import time
+
+import pulp
+
+from osdp_ray.errors import SolverError
+from osdp_ray.planning.menus import Recipe
+from osdp_ray.units import MIB
+
+TIME_LIMIT_S = 20.0
+_BIG = 1e-9  # preference for lean plans among equals, in seconds per MiB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One program: menus and section counts by class, the bytes that are there in any case, and the budget."""
+
+    menus: tuple[tuple[Recipe, ...], ...]
+    counts: tuple[int, ...]
+    fixed_bytes: int
+    step_bytes_per_gradient: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Solution:
+    """How often each recipe of each class is used, and whether that is proven best."""
+
+    counts: tuple[tuple[int, ...], ...]
+    seconds: float
+    proven: bool
+    gap_fraction: float
+    solver: str
+    solve_s: float
+
+
+def solve(problem: Problem, *, budget_bytes: int) -> Solution | None:
+    """The fastest counts that fit, or None where none do. Raises SolverError."""
+    model, counts = _program(problem, budget_bytes)
+    model.setObjective(
+        pulp.lpSum(
+            (recipe.seconds + _BIG * recipe.persistent_bytes / MIB) * counts[c][r]
+            for c, menu in enumerate(problem.menus)
+            for r, recipe in enumerate(menu)
+        )
+    )
+    return _run(model, counts, problem)
+
+
+def leanest(problem: Problem) -> Solution:
+    """The counts with the lowest peak, whatever they take: the program with the budget as its objective."""
+    model, counts = _program(problem, None)
+    model.setObjective(model.variablesDict()["budget"])
+    solution = _run(model, counts, problem)
+    if solution is None:
+        raise SolverError("HiGHS", "it found no plan at all for an unlimited budget", "Please report this profile")
+    return solution
+
+
+def _program(problem: Problem, budget_bytes: int | None) -> tuple[pulp.LpProblem, list[list[pulp.LpVariable]]]:
+    model = pulp.LpProblem("plan", pulp.LpMinimize)
+    counts: list[list[pulp.LpVariable]] = []
+    used: list[list[pulp.LpVariable]] = []
+    for c, (menu, num) in enumerate(zip(problem.menus, problem.counts, strict=True)):
+        counts.append([model.add_variable(f"n_{c}_{r}", 0, num, cat="Integer") for r in range(len(menu))])
+        if num == 1:
+            used.append(counts[c])
+        else:
+            used.append([model.add_variable(f"used_{c}_{r}", cat="Binary") for r in range(len(menu))])
+            for r in range(len(menu)):
+                model += counts[c][r] <= num * used[c][r], f"used_{c}_{r}_row"
+        model += pulp.lpSum(counts[c]) == num, f"all_{c}"
+    _memory_rows(model, problem, counts, used, budget_bytes)
+    return model, counts
+
+
+def _memory_rows(
+    model: pulp.LpProblem,
+    problem: Problem,
+    counts: list[list[pulp.LpVariable]],
+    used: list[list[pulp.LpVariable]],
+    budget_bytes: int | None,
+) -> None:
+    stretches = [(c, r, recipe) for c, menu in enumerate(problem.menus) for r, recipe in enumerate(menu)]
+    persistent = problem.fixed_bytes / MIB + pulp.lpSum(
+        counts[c][r] * (recipe.persistent_bytes / MIB) for c, r, recipe in stretches
+    )
+    limit = model.add_variable("budget", 0) if budget_bytes is None else budget_bytes / MIB
+    for index, (c, r, recipe) in enumerate(stretches):
+        n, u = counts[c][r], used[c][r]
+        kept_before = pulp.lpSum(counts[a][b] * (other.kept_bytes / MIB) for a, b, other in stretches[:index])
+        gradients = pulp.lpSum(counts[a][b] * (other.gradient_bytes / MIB) for a, b, other in stretches[index + 1 :])
+        kept, gradient = recipe.kept_bytes / MIB, recipe.gradient_bytes / MIB
+        forward, backward = recipe.forward_bytes / MIB, recipe.backward_bytes / MIB
+        below = persistent + kept_before
+        name = f"{c}_{r}"
+        model += below + n * kept + u * (forward - kept) <= limit, f"forward_{name}"
+        model += below + n * kept + gradients + u * backward <= limit, f"first_{name}"
+        if problem.counts[c] > 1:
+            model += below + gradients + n * gradient + u * (kept - gradient + backward) <= limit, f"last_{name}"
+    factor = 1 + problem.step_bytes_per_gradient
+    held = pulp.lpSum(counts[c][r] * (factor * recipe.gradient_bytes / MIB) for c, r, recipe in stretches)
+    model += persistent + held <= limit, "optimizer"
+
+
+def _run(model: pulp.LpProblem, counts: list[list[pulp.LpVariable]], problem: Problem) -> Solution | None:
+    name, solver = _solver()
+    started = time.perf_counter()
+    try:
+        model.solve(solver)
+    except pulp.PulpSolverError as error:
+        raise SolverError(name, f"it failed ({error})", "Install another one: pip install highspy") from error
+    solve_s = time.perf_counter() - started
+    if model.sol_status == pulp.LpSolutionInfeasible or model.status == pulp.LpStatusInfeasible:
+        return None
+    if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        raise SolverError(
+            name, f"it ended as {pulp.LpSolution[model.sol_status]!r} after {solve_s:.1f} s",
+            "Raise the budget a little, or install another solver: pip install highspy",
+        )
+    chosen = tuple(tuple(round(variable.value() or 0) for variable in row) for row in counts)
+    seconds = sum(
+        problem.menus[c][r].seconds * number for c, row in enumerate(chosen) for r, number in enumerate(row)
+    )
+    proven = model.sol_status == pulp.LpSolutionOptimal
+    return Solution(
+        counts=chosen, seconds=seconds, proven=proven, gap_fraction=0.0 if proven else 1.0, solver=name, solve_s=solve_s
+    )
+
+
+def _solver() -> tuple[str, pulp.LpSolver]:
+    """HiGHS, or CBC where HiGHS is missing (or OSDP_SOLVER says so)."""
+    wanted = os.environ.get("OSDP_SOLVER", "")
+    candidates = {
+        "HiGHS": lambda: pulp.HiGHS(msg=False, timeLimit=TIME_LIMIT_S, gapRel=0.0),
+        "CBC": lambda: pulp.PULP_CBC_CMD(msg=False, timeLimit=TIME_LIMIT_S, gapRel=0.0),
+    }
+    if wanted and wanted not in candidates:
+        raise SolverError(wanted, "OSDP_SOLVER names it and it is not known", f"Use one of {', '.join(candidates)}")
+    for name, make in candidates.items():
+        if wanted in ("", name):
+            solver = make()
+            if solver.available():
+                return name, solver
+    raise SolverError(wanted or "HiGHS and CBC", "not installed", "pip install highspy")

@@ -1,0 +1,80 @@
+"""Stage 2: a workload on a cluster -> a Profile.
+
+Bytes come from a trace under fake tensors, seconds from actors on every device of the cluster: each section class's
+forward and backward and the optimizer's step on all ranks at once, as in training, and every collective on every kind
+of group. The slowest rank rules.
+"""
+
+import concurrent.futures
+import dataclasses
+
+from osdp_ray.profiling.actors import MeasuringGroup
+from osdp_ray.profiling.compute import measure_compute
+from osdp_ray.profiling.links import measure_copy, measure_links
+from osdp_ray.profiling.optimizer import measure_optimizer
+from osdp_ray.profiling.trace import trace
+from osdp_ray.records.cluster import Cluster
+from osdp_ray.records.profile import Calibration, ComputeCost, OptimizerCost, Profile
+from osdp_ray.units import MIB
+from osdp_ray.workload import Workload
+
+__all__ = ["profile", "trace"]
+
+_MICRO_BATCHES = (1, 2, 4, 8)
+_COMPUTE_LIMIT_S = 5.0
+
+
+def profile(workload: Workload, cluster: Cluster) -> Profile:
+    """Traces the workload and measures it on every device of the cluster.
+
+    Raises TraceError for a model that fake tensors cannot run, ClusterError for a node that does not answer. No actor
+    is left behind.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(_open, cluster)  # starting processes takes as long as tracing
+        try:
+            traced = trace(workload)
+        except BaseException:
+            opening.result().__exit__(None, None, None)
+            raise
+        group = opening.result()
+    try:
+        largest_bytes = max(section_class.parameter_bytes for section_class in traced.structure.classes)
+        links = measure_links(group, largest_bytes=min(max(largest_bytes, MIB), 64 * MIB))
+        copy_bytes_per_s = measure_copy(group)
+        arguments = (workload, traced.structure, _MICRO_BATCHES, cluster.device_kind, _COMPUTE_LIMIT_S)
+        compute = group.run(measure_compute, *arguments)
+        optimizer = group.run(measure_optimizer, workload)
+    finally:
+        group.__exit__(None, None, None)
+    return Profile(
+        workload=workload.name,
+        workload_hash=workload.hash(),
+        device_kind=cluster.device_kind,
+        device_memory_bytes=cluster.smallest_memory_bytes,
+        ranks_per_node=cluster.ranks_per_node,
+        classes=traced.structure.classes,
+        sections=traced.structure.sections,
+        traces=traced.traces,
+        batch_bytes_per_sample=traced.batch_bytes_per_sample,
+        buffer_bytes=traced.buffer_bytes,
+        optimizer=_slowest_optimizer(optimizer),
+        compute=tuple(_slowest_compute(costs) for costs in zip(*compute, strict=True)),
+        links=links,
+        copy_bytes_per_s=copy_bytes_per_s,
+        calibration=Calibration(),
+    )
+
+
+def _open(cluster: Cluster) -> MeasuringGroup:
+    return MeasuringGroup(cluster).__enter__()
+
+
+def _slowest_compute(costs: tuple[ComputeCost, ...]) -> ComputeCost:
+    """The cost of the rank that takes longest for eight samples: every step waits for it."""
+    return max(costs, key=lambda cost: cost.forward_s(8) + cost.backward_s(8))
+
+
+def _slowest_optimizer(costs: list[OptimizerCost]) -> OptimizerCost:
+    slowest = max(costs, key=lambda cost: cost.step_s_per_byte)
+    return dataclasses.replace(slowest, step_s_per_tensor=max(cost.step_s_per_tensor for cost in costs))

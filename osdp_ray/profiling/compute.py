@@ -1,0 +1,149 @@
+"""Seconds of every section class's forward and backward, measured on a worker's own device.
+
+The model runs for real with the first three blocks of each class; the others pass their input through, so the time
+and the memory are those of a shallow model. Hooks stand where the trace's stand.
+"""
+
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from osdp_ray.modeling.materialize import build_on_meta
+from osdp_ray.modeling.structure import Structure, find_blocks
+from osdp_ray.modeling.stubs import stubbed
+from osdp_ray.profiling.recorder import BACKWARD, attach_hooks
+from osdp_ray.records.profile import ENTER, EXIT, POST_BACKWARD, PRE_BACKWARD, ComputeCost
+from osdp_ray.workload import Workload
+
+_REPEATS = 5
+
+
+class _Stopwatch:
+    """Takes the time of every mark, in the place of a Recorder."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.order: list[str] = []
+        self.times: dict[tuple[int, str], float] = {}
+
+    def mark(self, code: int, subject: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if code in (ENTER, PRE_BACKWARD):
+            self.times.setdefault((code, subject), time.perf_counter())
+        else:
+            self.times[(code, subject)] = time.perf_counter()
+
+
+def measure_compute(
+    workload: Workload, structure: Structure, micro_batches: tuple[int, ...], device_type: str, limit_s: float
+) -> list[ComputeCost]:
+    """One ComputeCost per class, fitted over the micro-batches; stops repeating once `limit_s` is used up."""
+    device = torch.device(device_type)
+    model, initialisation = build_on_meta(workload)
+    blocks = find_blocks(model, workload.blocks)
+    started = time.perf_counter()
+    rows: dict[int, list[list[tuple[float, float]]]] = {}
+    with stubbed(model, blocks) as stubs:
+        initialisation.materialize(model, device, 0, skip=stubs)
+        for micro_batch in micro_batches:
+            if rows and time.perf_counter() - started > limit_s:
+                break
+            batch = next(iter(workload.build_batches(0, 1, micro_batch, 0, 0)))
+            batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+            rows[micro_batch] = [
+                _run_once(workload, model, structure, blocks, stubs, batch, device) for _ in range(_REPEATS + 1)
+            ][1:]
+    gc.collect()
+    return [_fit(class_index, rows) for class_index in range(len(structure.classes))]
+
+
+def _run_once(
+    workload: Workload,
+    model: nn.Module,
+    structure: Structure,
+    blocks: tuple[str, ...],
+    stubs: frozenset[str],
+    batch: Any,
+    device: torch.device,
+) -> list[tuple[float, float]]:
+    """(forward, backward) seconds of every class in one run."""
+    watch = _Stopwatch(device)
+    real = [name for name in blocks if name not in stubs]
+    handles = [handle for name in real for handle in attach_hooks(watch, name, model.get_submodule(name))]
+    model.zero_grad(set_to_none=True)
+    watch.mark(ENTER, "")
+    loss = workload.loss(model, batch)
+    watch.mark(BACKWARD, "")
+    loss.backward()
+    watch.mark(EXIT, "")
+    for handle in handles:
+        handle.remove()
+    return _by_class(watch.times, structure, real)
+
+
+def _by_class(
+    times: dict[tuple[int, str], float], structure: Structure, real: list[str]
+) -> list[tuple[float, float]]:
+    start, turn, end = times[(ENTER, "")], times[(BACKWARD, "")], times[(EXIT, "")]
+    order = sorted((name for name in real if (ENTER, name) in times), key=lambda name: times[(ENTER, name)])
+    results = []
+    for class_index, section_class in enumerate(structure.classes):
+        if section_class.is_block:
+            members = [name for name in structure.members(class_index) if name in order]
+            spans = [
+                (
+                    times[(EXIT, name)] - times[(ENTER, name)],
+                    times.get((POST_BACKWARD, name), end) - times.get((PRE_BACKWARD, name), end),
+                )
+                for name in members
+            ]
+            results.append((statistics.median(s[0] for s in spans), statistics.median(s[1] for s in spans)))
+        elif section_class.name == "stem":
+            first = times[(ENTER, order[0])] if order else start
+            after = times.get((POST_BACKWARD, order[0]), end) if order else end
+            results.append((first - start, end - after))
+        else:
+            last = times[(EXIT, order[-1])] if order else start
+            before = times.get((PRE_BACKWARD, order[-1]), end) if order else end
+            results.append((turn - last, before - turn))
+    return results
+
+
+def _fit(class_index: int, rows: dict[int, list[list[tuple[float, float]]]]) -> ComputeCost:
+    """The medians over repeats as a line in the micro-batch, neither part below zero."""
+    lines = []
+    for direction in (0, 1):
+        points = [
+            (micro_batch, statistics.median(run[class_index][direction] for run in runs))
+            for micro_batch, runs in rows.items()
+        ]
+        lines.append(_line(points))
+    (forward_constant, forward_slope), (backward_constant, backward_slope) = lines
+    return ComputeCost(
+        class_index=class_index,
+        forward_constant_s=forward_constant,
+        forward_s_per_sample=forward_slope,
+        backward_constant_s=backward_constant,
+        backward_s_per_sample=backward_slope,
+    )
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Least squares `constant + slope * x` with both at least zero."""
+    if len(points) == 1:
+        return 0.0, max(0.0, points[0][1]) / points[0][0]
+    mean_x = statistics.fmean(x for x, _ in points)
+    mean_y = statistics.fmean(y for _, y in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    constant = mean_y - slope * mean_x
+    if slope < 0:
+        return max(0.0, mean_y), 0.0
+    if constant < 0:
+        return 0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+    return constant, slope
