@@ -149,5 +149,24 @@ class Interrupted(OsdpError):
 
     def __str__(self) -> str:
         if not self.save_path:
-            return f"stopped by signal {self.signal_number} before anything was saved; start again"
+            return (
+                f"stopped by signal {self.signal_number} before anything was saved; start again, by --resume if it was "
+                "training already"
+            )
         return f"stopped by signal {self.signal_number} after step {self.step}; go on with --resume (save {self.save_path})"
+
+
+class SweepInterrupted(Interrupted):
+    """A sweep was asked to stop; `path` holds what it had by then, '' where that was nothing."""
+
+    def __init__(self, signal_number: int, num_planned: int, num_measured: int, path: str) -> None:
+        super().__init__(signal_number, num_measured, path)
+        self.args = (signal_number, num_planned, num_measured, path)
+        self.num_planned, self.num_measured, self.path = num_planned, num_measured, path
+
+    def __str__(self) -> str:
+        return (
+            f"the sweep was stopped by signal {self.signal_number} with {self.num_planned} budgets planned and "
+            f"{self.num_measured} measured. "
+            + (f"What it had is in {self.path}; start again with the other budgets." if self.path else "Start it again.")
+        )

@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from osdp_ray.attempt import Attempt
 from osdp_ray.costs import predict
 from osdp_ray.discovery import connect, discover
 from osdp_ray.errors import InfeasibleError, Interrupted, OsdpError, SolverError, UsageError
@@ -42,7 +43,6 @@ __all__ = ["Settings", "Summary", "run"]
 DEFAULT_BUDGET_FRACTION = 0.9
 LEAST_GAIN = 1.03
 _POLL_S = 0.3
-_DRIFT_CHECK_S = 5.0
 _ABORT_WAIT_S = 10.0
 _log = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class _Run:
 
     def _watch(self, thread: threading.Thread, hub: HubClient) -> None:
         """Until the thread ends: takes in news, passes a stop on, decides on a re-plan."""
-        attempt, command = _Attempt(), ""
+        attempt, command = Attempt(), ""
         while thread.is_alive():
             thread.join(_POLL_S)
             samples, notes = hub.drain()
@@ -352,13 +352,13 @@ class _Run:
                 self.newest_save = Path(facts["path"])
             self.tell(kind, facts)
 
-    def _wants_replan(self, attempt: "_Attempt") -> bool:
+    def _wants_replan(self, attempt: Attempt) -> bool:
         """Whether another plan is to replace the running one: planned anew with the recalibrated profile."""
-        if self.num_replans >= self.settings.max_replans or not attempt.is_time_to_think(
-            self.plan, self.cluster.num_ranks
-        ):
+        if self.num_replans >= self.settings.max_replans:
             return False
-        profile = recalibrate(self.profile, self.plan, Telemetry(samples=tuple(attempt.samples)))
+        if not attempt.is_time_to_think(self.cluster.num_ranks, lambda seen: drifted(self.plan, seen) is not None):
+            return False
+        profile = recalibrate(self.profile, self.plan, attempt.telemetry)
         try:
             candidate = self._plan(profile)
         except (InfeasibleError, SolverError) as error:
@@ -378,38 +378,8 @@ class _Run:
         self.tell("replan", {"reason": reason, "plan": candidate})
         return True
 
-    def _pays_back(self, ratio: float, attempt: "_Attempt") -> bool:
+    def _pays_back(self, ratio: float, attempt: Attempt) -> bool:
         """Whether the steps that are left save more seconds than the restart costs, taken from this attempt's start."""
         step_s = measured_step_s(attempt.samples, device_kind=self.cluster.device_kind) or 0.0
         left_s = (self.settings.options.num_steps - self.last_step) * step_s
         return left_s * (1 - 1 / ratio) > attempt.setup_s
-
-
-class _Attempt:
-    """What one attempt has measured so far, and when it is time to think about another plan."""
-
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
-        self.setup_s = 0.0
-        self._start_s = self._checked_s = time.monotonic()
-        self._num_thought_of = 0
-
-    def add(self, samples: list[Sample]) -> None:
-        if samples and not self.samples:
-            self.setup_s = time.monotonic() - self._start_s
-        self.samples += samples
-
-    def is_time_to_think(self, plan: Plan, num_ranks: int) -> bool:
-        """Once when every rank has a measured peak; later when something drifts and half of the samples are new."""
-        num_samples = len(self.samples)
-        if self._num_thought_of == 0:
-            measured = {sample.rank for sample in self.samples if sample.peak_bytes is not None}
-            is_time = len(measured) == num_ranks
-        else:
-            is_time = num_samples >= 2 * self._num_thought_of and time.monotonic() - self._checked_s >= _DRIFT_CHECK_S
-            if is_time:
-                self._checked_s = time.monotonic()
-                is_time = drifted(plan, Telemetry(samples=tuple(self.samples))) is not None
-        if is_time:
-            self._num_thought_of = num_samples
-        return is_time

@@ -12,6 +12,7 @@ import os
 import tempfile
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -178,7 +179,7 @@ def _decode_dataclass(cls: type, values: Any, where: str) -> Any:
     return cls(**decoded)
 
 
-def format_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def format_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """A table for a terminal: columns padded to their widest cell, numbers (by their look) to the right."""
     cells = [header, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

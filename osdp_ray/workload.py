@@ -35,9 +35,7 @@ class Workload:
         """The model, with its own initialisation. It is called on the meta device: no values can be read there."""
         raise NotImplementedError(f"{type(self).__name__} needs build_model()")
 
-    def build_batches(
-        self, rank: int, num_ranks: int, micro_batch: int, seed: int, start_step: int
-    ) -> "Iterator[Any]":
+    def build_batches(self, rank: int, num_ranks: int, micro_batch: int, seed: int, start_step: int) -> "Iterator[Any]":
         """Endless micro-batches of one rank: any nesting of tensors whose first dimension is `micro_batch`.
 
         Micro-batch k of rank r holds samples `(k * num_ranks + r) * micro_batch` and the `micro_batch - 1` after it, of
@@ -99,7 +97,9 @@ def load_workload(spec: str, arguments: dict[str, str]) -> Workload:
         ) from error
     function = getattr(module, function_name, None)
     if function is None:
-        raise UsageError(f"the module {module_name!r} has no {function_name!r}. Name a function that returns a Workload.")
+        raise UsageError(
+            f"the module {module_name!r} has no {function_name!r}. Name a function that returns a Workload."
+        )
     workload = function(**_convert(function, arguments, spec))
     if not isinstance(workload, Workload):
         raise UsageError(f"{spec} returned a {type(workload).__name__}, and an osdp_ray.Workload is needed.")
@@ -111,7 +111,8 @@ def _convert(function: Callable[..., Any], arguments: dict[str, str], spec: str)
     converted: dict[str, Any] = {}
     for name, text in arguments.items():
         if name not in parameters:
-            raise UsageError(f"workload {spec!r} takes no {name!r}. It takes {', '.join(parameters) or 'no arguments'}.")
+            known = ", ".join(parameters) or "no arguments"
+            raise UsageError(f"workload {spec!r} takes no {name!r}. It takes {known}.")
         kind = parameters[name].annotation
         try:
             if kind is bool:

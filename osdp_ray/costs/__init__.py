@@ -26,9 +26,7 @@ __all__ = [
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
     """What a plan costs by this profile: the peak of the rank that holds the most, and the seconds of a step."""
-    return predict_sections(
-        profile, plan.sections, micro_batch=plan.micro_batch, accumulation=plan.accumulation
-    )
+    return predict_sections(profile, plan.sections, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
 
 
 def predict_sections(

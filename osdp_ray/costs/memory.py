@@ -377,9 +377,7 @@ def simulate_sections(
     simulator._enter_phase("optimizer")
     trainable = sum(size.gradient_bytes for size in sizes)
     largest = max((size.largest_trainable_bytes for size in sizes), default=0)
-    simulator._alloc(
-        round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total)
-    )
+    simulator._alloc(round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total))
     simulator._enter_phase("optimizer")
     offset = profile.calibration.peak_offset_bytes
     return StepBytes(

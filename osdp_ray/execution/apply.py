@@ -57,7 +57,9 @@ def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:
     """One mesh per way to share: a row for the world, (world, 1) for replicas, (nodes, per node) inside nodes."""
     num_ranks = plan.num_ranks
     names = ("replicate", "shard")
-    meshes: dict[ShardOver, DeviceMesh] = {"world": init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))}
+    meshes: dict[ShardOver, DeviceMesh] = {
+        "world": init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
+    }
     needed = {unit.choice.shard_over for section in plan.sections for unit in section.units}
     if "none" in needed:
         meshes["none"] = init_device_mesh(device_type, (num_ranks, 1), mesh_dim_names=names)

@@ -109,7 +109,8 @@ def _on(arguments: Any, whole: torch.Tensor, meta: torch.Tensor) -> Any:
         if isinstance(value, torch.Tensor) and value.is_meta:
             if _key(value) != _key(meta):
                 raise TraceError(
-                    "", "its initialisation copies one tensor into another on the meta device",
+                    "",
+                    "its initialisation copies one tensor into another on the meta device",
                     "Initialise with in-place operations (torch.nn.init), or tie the parameters.",
                 )
             return whole.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -136,7 +137,8 @@ def build_on_meta(workload: Workload) -> tuple[nn.Module, Initialisation]:
         recorded = recorder.steps.get(_key(tensor))
         if not recorded:
             raise TraceError(
-                name, "it is never initialised by in-place operations, so its values would be whatever memory holds",
+                name,
+                "it is never initialised by in-place operations, so its values would be whatever memory holds",
                 "Initialise it in the constructor with torch.nn.init, or build buffers on the CPU.",
             )
         steps[name], metas[name] = recorded, tensor.detach()

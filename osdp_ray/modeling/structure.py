@@ -37,7 +37,8 @@ def find_blocks(model: nn.Module, lists: Iterable[str] | None) -> tuple[str, ...
                 children = model.get_submodule(path)
             except AttributeError as error:
                 raise TraceError(
-                    path, "the workload's blocks name it and the model has no such module",
+                    path,
+                    "the workload's blocks name it and the model has no such module",
                     "Name the paths of lists of layers, such as 'transformer.h'",
                 ) from error
             names += [f"{path}.{name}" for name, _ in children.named_children()]
@@ -78,7 +79,9 @@ def build_structure(model: nn.Module, blocks: tuple[str, ...], order: list[str])
     prefixes = tuple(f"{name}." for name in blocks)
     outside = [name for name in _owners(model) if name not in blocks and not name.startswith(prefixes)]
     groups = _tied(model, outside)
-    stem = [group for group in groups if min(position.get(name, len(order)) for name in group) < first_block or "" in group]
+    stem = [
+        group for group in groups if min(position.get(name, len(order)) for name in group) < first_block or "" in group
+    ]
     head = [group for group in groups if group not in stem]
 
     classes: list[SectionClass] = [_class(model, "stem", "", stem, is_block=False)]
@@ -123,9 +126,7 @@ def _tied(model: nn.Module, owners: list[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _class(
-    model: nn.Module, name: str, prefix: str, groups: list[tuple[str, ...]], *, is_block: bool
-) -> SectionClass:
+def _class(model: nn.Module, name: str, prefix: str, groups: list[tuple[str, ...]], *, is_block: bool) -> SectionClass:
     cut = len(prefix) + 1 if prefix else 0
     parameters: list[Parameter] = []
     index_of: dict[int, int] = {}

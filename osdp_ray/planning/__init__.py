@@ -40,23 +40,35 @@ class _Candidate:
     accumulation: int
     sections: tuple[SectionPlan, ...]
     prediction: Prediction
-    proven: bool
 
 
 @dataclasses.dataclass
 class _Tally:
-    """What the solver did, for the plan's report."""
+    """What the solver did and proved. `bound_samples_per_s` is what no plan that was looked at can exceed."""
 
     solver: str = ""
     num_solves: int = 0
     num_cuts: int = 0
     solve_s: float = 0.0
+    bound_samples_per_s: float = 0.0
 
     def count(self, solution: Solution | None) -> None:
         self.num_solves += 1
         if solution is not None:
             self.solver = solution.solver
             self.solve_s += solution.solve_s
+
+    def report(self, samples_per_s: float) -> SolverReport:
+        """Optimal where nothing can be faster, up to rounding."""
+        gap = max(0.0, self.bound_samples_per_s / samples_per_s - 1)
+        return SolverReport(
+            solver=self.solver or "none needed",
+            status="optimal" if gap < 1e-6 else "feasible",
+            gap_fraction=0.0 if gap < 1e-6 else gap,
+            num_solves=self.num_solves,
+            num_cuts=self.num_cuts,
+            solve_s=self.solve_s,
+        )
 
 
 def plan(
@@ -98,14 +110,7 @@ def plan(
         sections=best.sections,
         prediction=best.prediction,
         alternatives=tuple(alternative for alternative, _ in uniform),
-        solver=SolverReport(
-            solver=tally.solver or "none needed",
-            status="optimal" if best.proven else "feasible",
-            gap_fraction=0.0 if best.proven else 1.0,
-            num_solves=tally.num_solves,
-            num_cuts=tally.num_cuts,
-            solve_s=tally.solve_s,
-        ),
+        solver=tally.report(best.prediction.samples_per_s),
     )
 
 
@@ -139,13 +144,9 @@ def _better(one: _Candidate, other: _Candidate) -> bool:
     return one.prediction.peak_bytes < other.prediction.peak_bytes
 
 
-def _candidate(
-    profile: Profile, sections: tuple[SectionPlan, ...], micro_batch: int, accumulation: int, *, proven: bool
-) -> _Candidate:
+def _candidate(profile: Profile, sections: tuple[SectionPlan, ...], micro_batch: int, accumulation: int) -> _Candidate:
     prediction = predict_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
-    return _Candidate(
-        micro_batch=micro_batch, accumulation=accumulation, sections=sections, prediction=prediction, proven=proven
-    )
+    return _Candidate(micro_batch=micro_batch, accumulation=accumulation, sections=sections, prediction=prediction)
 
 
 def _uniform(
@@ -156,7 +157,7 @@ def _uniform(
     best: _Candidate | None = None
     smallest_bytes: int | None = None
     for micro_batch, accumulation in shapes:
-        candidate = _candidate(profile, sections, micro_batch, accumulation, proven=False)
+        candidate = _candidate(profile, sections, micro_batch, accumulation)
         peak_bytes = candidate.prediction.peak_bytes
         smallest_bytes = peak_bytes if smallest_bytes is None else min(smallest_bytes, peak_bytes)
         if peak_bytes > budget_bytes:
@@ -208,8 +209,11 @@ def _best_at(
         tally.count(solution)
         if solution is None:
             return None
+        if limit_bytes == budget_bytes:
+            samples = micro_batch * accumulation * profile.num_ranks
+            tally.bound_samples_per_s = max(tally.bound_samples_per_s, samples / solution.bound_s)
         sections = _write_out(profile, problem, solution)
-        candidate = _candidate(profile, sections, micro_batch, accumulation, proven=solution.proven)
+        candidate = _candidate(profile, sections, micro_batch, accumulation)
         excess_bytes = candidate.prediction.peak_bytes - budget_bytes
         if excess_bytes <= 0:
             return candidate
@@ -225,9 +229,7 @@ def _write_out(profile: Profile, problem: Problem, solution: Solution) -> tuple[
         for menu, counts in zip(problem.menus, solution.counts, strict=True)
     ]
     return tuple(
-        queues[section.class_index]
-        .pop(0)
-        .section(section.name, is_block=profile.classes[section.class_index].is_block)
+        queues[section.class_index].pop(0).section(section.name, is_block=profile.classes[section.class_index].is_block)
         for section in profile.sections
     )
 
@@ -236,11 +238,11 @@ def _infeasible(profile: Profile, shapes: list[tuple[int, int]], budget_bytes: i
     """The error with the smallest budget that fits, found with the smallest micro-batch."""
     micro_batch, accumulation = shapes[0]
     problem = _problem(profile, micro_batch, accumulation)
-    candidates = [_candidate(profile, _write_out(profile, problem, leanest(problem)), micro_batch, accumulation, proven=True)]
+    candidates = [_candidate(profile, _write_out(profile, problem, leanest(problem)), micro_batch, accumulation)]
     for choice in CHOICES:
         for recompute in RECOMPUTES:
             sections = uniform_sections(profile, choice, recompute)
-            candidates.append(_candidate(profile, sections, micro_batch, accumulation, proven=False))
+            candidates.append(_candidate(profile, sections, micro_batch, accumulation))
     leanest_one = min(candidates, key=lambda candidate: candidate.prediction.peak_bytes)
     prediction = leanest_one.prediction
     phase = max(prediction.peak_by_phase, key=lambda phase: prediction.peak_by_phase[phase])

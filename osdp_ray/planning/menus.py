@@ -113,9 +113,7 @@ def _unit_choices(section_class: SectionClass) -> list[tuple[Unit, ...]]:
     return assignments
 
 
-def _measure(
-    profile: Profile, class_index: int, section: SectionPlan, micro_batch: int, accumulation: int
-) -> Recipe:
+def _measure(profile: Profile, class_index: int, section: SectionPlan, micro_batch: int, accumulation: int) -> Recipe:
     section_class = profile.classes[class_index]
     seconds = section_seconds(profile, class_index, section, micro_batch).step_s(accumulation)
     sizes = [unit_bytes(section_class, unit, profile.ranks_per_node) for unit in section.units]

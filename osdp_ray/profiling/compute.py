@@ -87,9 +87,7 @@ def _run_once(
     return _by_class(watch.times, structure, real)
 
 
-def _by_class(
-    times: dict[tuple[int, str], float], structure: Structure, real: list[str]
-) -> list[tuple[float, float]]:
+def _by_class(times: dict[tuple[int, str], float], structure: Structure, real: list[str]) -> list[tuple[float, float]]:
     start, turn, end = times[(ENTER, "")], times[(BACKWARD, "")], times[(EXIT, "")]
     order = sorted((name for name in real if (ENTER, name) in times), key=lambda name: times[(ENTER, name)])
     results = []

@@ -49,7 +49,10 @@ def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> N
 def _state_bytes(workload: Workload, size: int) -> int:
     optimizer, _ = _stepped(workload, [size])
     return sum(
-        value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
     )
 
 

@@ -136,7 +136,9 @@ def attach_hooks(recorder: Recorder, name: str, module: nn.Module) -> list[Any]:
         recorder.mark(ENTER, name)
         if not torch.is_grad_enabled():
             return None
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        tensors = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         if not tensors:
             return None
         marked = iter(_MarkPostBackward.apply(lambda: recorder.mark(POST_BACKWARD, name), *tensors))

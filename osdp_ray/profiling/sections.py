@@ -51,7 +51,8 @@ def _affine_sizes(runs: list[list[Event]], micro_batches: tuple[int, ...]) -> li
     small, large = runs
     if [(e.code, e.buffer, e.subject) for e in small] != [(e.code, e.buffer, e.subject) for e in large]:
         raise TraceError(
-            "", f"it does other operations at micro-batch {micro_batches[0]} than at {micro_batches[1]}",
+            "",
+            f"it does other operations at micro-batch {micro_batches[0]} than at {micro_batches[1]}",
             "Avoid branches that depend on the batch's size",
         )
     sizes = []
@@ -75,7 +76,7 @@ def _spans(events: list[Event], present: list[str]) -> dict[str, tuple[range, ra
     pre = [first.get((PRE_BACKWARD, name), len(events)) for name in blocks]
     starts = [enters[0] if blocks else turn, *forward_ends]
     head_forward = range(forward_ends[-1] if blocks else turn, turn)
-    spans = {"stem": (range(0, starts[0]), range(len(events), len(events)))}
+    spans = {"stem": (range(starts[0]), range(len(events), len(events)))}
     for index, name in enumerate(blocks):
         if index > 0:
             end = pre[index - 1]

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.errors import TraceError
 from osdp_ray.modeling.recompute import recompute_block
-from osdp_ray.modeling.stubs import stubbed
 from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
+from osdp_ray.modeling.stubs import stubbed
 from osdp_ray.profiling.recorder import BACKWARD, Recorder, attach_gradient_hook, attach_hooks
 from osdp_ray.profiling.sections import cut_sections
 from osdp_ray.records.profile import ENTER, Recompute, SectionTrace
@@ -79,7 +79,8 @@ def _bytes_per_sample(batches: list[Any]) -> int:
     per_sample, rest = divmod(large - small, difference)
     if rest or small != per_sample * _MICRO_BATCHES[0]:
         raise TraceError(
-            "", "batches do not grow in proportion to the micro-batch",
+            "",
+            "batches do not grow in proportion to the micro-batch",
             "Yield tensors whose first dimension is the micro-batch and whose other dimensions are fixed",
         )
     return per_sample
@@ -119,7 +120,8 @@ def _record(workload: Workload, blocks: tuple[str, ...], recompute: Recompute, b
             entered = [event.subject for event in recorder.events if event.code == ENTER]
             module = entered[-1] if entered else ""
             raise TraceError(
-                module, f"fake tensors cannot run it ({type(error).__name__}: {str(error).splitlines()[0]})",
+                module,
+                f"fake tensors cannot run it ({type(error).__name__}: {str(error).splitlines()[0]})",
                 "Avoid shapes and branches that depend on values, or register a fake kernel for custom operations",
             ) from error
         finally:

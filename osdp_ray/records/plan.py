@@ -171,7 +171,7 @@ class Plan(Record):
 
 
 def _alternatives(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "this plan",
             str(plan.micro_batch),

@@ -225,7 +225,16 @@ class Profile(Record):
                 )
             )
         operators = format_table(
-            ("class", "count", "operators", "parameters", "forward(1)", "backward(1)", "forward/sample", "backward/sample"),
+            (
+                "class",
+                "count",
+                "operators",
+                "parameters",
+                "forward(1)",
+                "backward(1)",
+                "forward/sample",
+                "backward/sample",
+            ),
             rows,
         )
         links = format_table(

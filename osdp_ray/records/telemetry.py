@@ -10,7 +10,8 @@ class Sample:
     """One rank's view of one optimizer step.
 
     `peak_bytes` is the highest allocated in the step, None in steps that were not sampled. `persistent_bytes` is what
-    stays between steps (parameters, optimizer state, buffers). `loss` is the mean over the global batch.
+    stays between steps (parameters, optimizer state, buffers). `loss` is the mean over the global batch, of which
+    `num_samples` is the size.
     """
 
     plan_index: int

@@ -1,0 +1,222 @@
+"""The command line: osdp discover | profile | plan | train. Every verb reads the earlier one's file.
+
+Records go to `--out`, tables (or JSON with `--json`) to standard output, progress and errors to standard error. What a
+user can mend is one line and exit code 2; a run stopped by a signal exits with 128 + its number.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from osdp_ray.errors import Interrupted, OsdpError, UsageError
+from osdp_ray.units import parse_bytes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a verb and returns the exit code."""
+    return guarded(lambda: _dispatch(build_parser().parse_args(arguments)))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """Runs a front end's work: OsdpErrors become a line on standard error and an exit code. Jobs use it too."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return work()
+    except Interrupted as error:
+        sys.stderr.write(f"{error}\n")
+        return 128 + error.signal_number
+    except OsdpError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        sys.stderr.close()
+        return 141
+
+
+def size(text: str) -> int:
+    """An argparse type: a size with its unit."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs."""
+    parser = argparse.ArgumentParser(
+        prog="osdp", description="The fastest sharded-data-parallel schedule that fits the memory, on Ray."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
+
+    discover = verbs.add_parser("discover", help="the devices of a Ray cluster")
+    _add_cluster_flags(discover)
+    _add_output_flags(discover)
+
+    profile = verbs.add_parser("profile", help="what a workload's operators cost on a cluster")
+    _add_workload(profile)
+    _add_cluster_flags(profile)
+    _add_output_flags(profile)
+
+    plan = verbs.add_parser(
+        "plan", help="the fastest plan for a profile and a budget; needs neither torch nor a cluster"
+    )
+    plan.add_argument("profile", help="profile.json, as 'osdp profile --out' writes it")
+    plan.add_argument("--memory-budget", type=size, help="per device, such as 16GiB; default: 90 %% of its memory")
+    plan.add_argument("--global-batch", type=int, help="samples per step; default: one micro-batch per rank")
+    plan.add_argument("--micro-batch", type=int, help="samples per rank and pass; default: the best one")
+    _add_output_flags(plan)
+
+    train = verbs.add_parser("train", help="discover, profile, plan, run, watch, and plan again")
+    _add_workload(train)
+    _add_cluster_flags(train)
+    add_train_flags(train)
+    train.add_argument("--json", action="store_true", help="print the summary as JSON, and nothing else")
+    return parser
+
+
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a training run that do not depend on the workload; jobs share them."""
+    parser.add_argument("--memory-budget", type=size, help="per device, such as 300MiB; default: 90 %% of its memory")
+    parser.add_argument("--global-batch", type=int, default=16, help="samples per optimizer step (default: 16)")
+    parser.add_argument("--micro-batch", type=int, help="samples per worker and pass; default: the plan's choice")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: 300)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="0: at the end only (default)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest save in --out")
+    parser.add_argument("--max-replans", type=int, default=2, help="0: keep the first plan (default: 2)")
+    parser.add_argument("--out", type=Path, default=Path("runs/latest"), help="the run's folder (default: runs/latest)")
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", help="'gpt', or package.module:function that returns a Workload")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="arguments of the workload, such as layers=8")
+
+
+def _add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-workers", type=int, help="one per device; default: all devices of the cluster")
+    parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, else a Ray of its own")
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of a table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record there")
+
+
+def _dispatch(options: argparse.Namespace) -> int:
+    verbs = {"discover": _discover, "profile": _profile, "plan": _plan, "train": _train}
+    return verbs[options.verb](options)
+
+
+def _discover(options: argparse.Namespace) -> int:
+    _show(_with_ray(options, lambda cluster: cluster), options)
+    return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    workload = _workload(options)
+
+    def measure(cluster: Any) -> Any:
+        from osdp_ray.profiling import profile
+
+        return profile(workload, cluster)
+
+    _show(_with_ray(options, measure), options)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from osdp_ray.planning import plan
+    from osdp_ray.records.profile import Profile
+
+    profile = Profile.load(options.profile)
+    budget_bytes = options.memory_budget
+    if budget_bytes is None:
+        budget_bytes = profile.device_memory_bytes * 9 // 10
+    _show(
+        plan(
+            profile,
+            budget_bytes=budget_bytes,
+            global_batch=options.global_batch,
+            micro_batch=options.micro_batch,
+        ),
+        options,
+    )
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    summary = train(_workload(options), options, quiet=options.json)
+    if options.json:
+        _write(json.dumps(summary.to_json(), indent=1))
+    return 0
+
+
+def train(workload: Any, options: argparse.Namespace, *, quiet: bool = False) -> Any:
+    """Runs the pipeline with the flags of `add_train_flags`, shown in the terminal unless quiet; the Summary."""
+    from osdp_ray.pipeline import run
+    from osdp_ray.reporting.console import Console
+
+    console = Console(out=sys.stdout, err=sys.stderr, num_steps=options.steps, run_dir=options.out)
+    try:
+        return run(
+            workload,
+            num_workers=options.num_workers,
+            budget_bytes=options.memory_budget,
+            global_batch=options.global_batch,
+            micro_batch=options.micro_batch,
+            num_steps=options.steps,
+            out=options.out,
+            seed=options.seed,
+            save_every=options.save_every,
+            resume=options.resume,
+            address=options.address,
+            max_replans=options.max_replans,
+            on_event=None if quiet else console,
+        )
+    finally:
+        console.close()
+
+
+def _workload(options: argparse.Namespace) -> Any:
+    from osdp_ray.workload import load_workload
+
+    settings = {}
+    for word in options.settings:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{word!r} is no argument of a workload. Write key=value, such as layers=8.")
+        settings[key] = value
+    sys.path.insert(0, "")  # a workload of the user's lies where they stand
+    return load_workload(options.workload, settings)
+
+
+def _with_ray(options: argparse.Namespace, work: Callable[[Any], Any]) -> Any:
+    """`work` on the cluster; a Ray that was started for it is shut down afterwards."""
+    import ray
+
+    from osdp_ray.discovery import connect, discover
+
+    started = not ray.is_initialized()
+    connect(options.address, num_workers=options.num_workers)
+    try:
+        return work(discover(num_workers=options.num_workers))
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _show(record: Any, options: argparse.Namespace) -> None:
+    if options.out is not None:
+        record.save(options.out)
+    _write(json.dumps(record.to_json(), indent=1) if options.json else record.table())
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
