@@ -1,6 +1,6 @@
 """osdp_ray: the fastest sharded-data-parallel schedule that fits the memory, on Ray.
 
-The public names are below; each is imported when it is first used, so that `import osdp_ray` loads neither torch nor ray.
+The public names are below. Each is imported when it is first used: `import osdp_ray` loads neither torch nor ray.
 """
 
 import importlib

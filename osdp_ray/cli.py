@@ -220,3 +220,7 @@ def _show(record: Any, options: argparse.Namespace) -> None:
 def _write(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

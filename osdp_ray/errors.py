@@ -153,7 +153,8 @@ class Interrupted(OsdpError):
                 f"stopped by signal {self.signal_number} before anything was saved; start again, by --resume if it was "
                 "training already"
             )
-        return f"stopped by signal {self.signal_number} after step {self.step}; go on with --resume (save {self.save_path})"
+        where = f"after step {self.step}; go on with --resume (save {self.save_path})"
+        return f"stopped by signal {self.signal_number} {where}"
 
 
 class SweepInterrupted(Interrupted):
@@ -168,5 +169,5 @@ class SweepInterrupted(Interrupted):
         return (
             f"the sweep was stopped by signal {self.signal_number} with {self.num_planned} budgets planned and "
             f"{self.num_measured} measured. "
-            + (f"What it had is in {self.path}; start again with the other budgets." if self.path else "Start it again.")
+            + (f"They are in {self.path}; sweep the other budgets anew." if self.path else "Start it again.")
         )

@@ -21,7 +21,7 @@ import ray
 from osdp_ray.attempt import Attempt
 from osdp_ray.costs import predict
 from osdp_ray.discovery import connect, discover
-from osdp_ray.errors import InfeasibleError, Interrupted, OsdpError, SolverError, UsageError
+from osdp_ray.errors import ClusterError, InfeasibleError, Interrupted, OsdpError, SolverError, UsageError
 from osdp_ray.execution import TrainOptions, execute, latest_save, read_save
 from osdp_ray.observation import HubClient, Note, load_parquet, save_parquet, start_hub
 from osdp_ray.planning import plan as make_plan
@@ -69,10 +69,10 @@ def run(
 ) -> Summary:
     """Trains a workload with the fastest plan that fits `budget_bytes` per device, and returns what came of it.
 
-    Without a budget it is 90 % of the smallest device. `global_batch` samples make a step, whatever the plan. The run's
-    files go to `out`; with `resume` the run there goes on from its newest save, under its newest plan if the cluster
-    is as it was, else under a new one. `on_event(kind, facts)` hears of: stage (name, seconds: None as it starts),
-    cluster, profile, plan (the record, index), samples, eval, saved, replan, done.
+    Without a budget it is 90 % of the smallest device, or that of the run that goes on. `global_batch` samples make a
+    step, whatever the plan. The run's files go to `out`; with `resume` the run there goes on from its newest save,
+    under its newest plan if the cluster is as it was, else under a new one. `on_event(kind, facts)` hears of: stage (name,
+    seconds: None as it starts), cluster, profile, plan (the record, index), samples, eval, saved, replan, done.
 
     SIGINT or SIGTERM, in the main thread, save at the next step and raise Interrupted; a second one ends the run at
     once. Raises OsdpError for everything that a user can mend. Nothing is left running.
@@ -100,7 +100,14 @@ def run(
         try:
             return training.run()
         except StopNow as stop:
-            raise Interrupted(stop.signal_number, training.last_step, str(training.newest_save or "")) from None
+            raise training.interrupted(stop.signal_number) from None
+        except ray.exceptions.RayError as error:
+            if signals.received is not None:  # a signal to the whole process group ends an embedded Ray as well
+                raise training.interrupted(signals.received) from None
+            raise ClusterError(
+                f"the Ray cluster was lost ({str(error).strip().splitlines()[0]})",
+                "See 'ray status' and the logs of the head node; go on by --resume",
+            ) from error
         finally:
             training.close()
             if not connected_before:
@@ -125,6 +132,7 @@ class _Run:
         self.newest_save: Path | None = None
         self.last_step = self.num_replans = 0
         self.stage_s: dict[str, float] = {}
+        self.earlier_budget_bytes: int | None = None  # of the run that is gone on with
         self.candidate: Plan | None = None
         self.used_decisions: list[tuple[object, ...]] = []
 
@@ -159,6 +167,9 @@ class _Run:
         self.tell("done", {"summary": summary})
         return summary
 
+    def interrupted(self, signal_number: int) -> Interrupted:
+        return Interrupted(signal_number, self.last_step, str(self.newest_save or ""))
+
     def close(self) -> None:
         """Ends what this run started, whatever happened before."""
         if self.metrics is not None:
@@ -187,6 +198,7 @@ class _Run:
                 f"{where} holds a run of workload {plan.workload!r} with hash {plan.workload_hash}, and this one's is "
                 f"{hash_of_workload}. Resume with the same model and data settings, or give another --out."
             )
+        self.earlier_budget_bytes = plan.budget_bytes
         self.newest_save = latest_save(where)
         if self.newest_save is None:
             return index, plan
@@ -234,7 +246,7 @@ class _Run:
         self._use_plan(self.plan, index)
 
     def _plan(self, profile: Profile) -> Plan:
-        budget_bytes = self.settings.budget_bytes
+        budget_bytes = self.settings.budget_bytes or self.earlier_budget_bytes
         if budget_bytes is None:
             budget_bytes = int(self.cluster.smallest_memory_bytes * DEFAULT_BUDGET_FRACTION)
         return make_plan(

@@ -3,8 +3,9 @@ run all ask here.
 """
 
 from osdp_ray.costs.memory import SectionBytes, StepBytes, StepSimulator, simulate_bytes, simulate_sections
+from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.seconds import SectionSeconds, section_seconds, step_seconds
-from osdp_ray.costs.units import UnitBytes, unit_bytes
+from osdp_ray.costs.units import UnitBytes
 from osdp_ray.records.plan import Plan, Prediction, SectionPlan
 from osdp_ray.records.profile import Profile
 
@@ -20,7 +21,7 @@ __all__ = [
     "simulate_bytes",
     "simulate_sections",
     "step_seconds",
-    "unit_bytes",
+    "table_of",
 ]
 
 

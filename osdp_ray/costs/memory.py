@@ -14,28 +14,24 @@ torch 2.13 runs them without streams (`torch.distributed.fsdp._fully_shard`):
 """
 
 import dataclasses
-import functools
+from collections.abc import Callable
 
-from osdp_ray.costs.units import UnitBytes, unit_bytes
+from osdp_ray.costs.programs import RUN, TAKE, Pass, table_of
+from osdp_ray.costs.units import UnitBytes
 from osdp_ray.records.plan import Plan, SectionPlan
 from osdp_ray.records.profile import (
-    ALLOC,
     ENTER,
     EXIT,
     FOREIGN,
-    FREE,
     GRADIENT,
     POST_BACKWARD,
     PRE_BACKWARD,
     ROOT,
     SECTION,
-    WORKSPACE,
     Profile,
-    SectionTrace,
 )
 
 PHASES = ("forward", "loss", "backward", "optimizer")
-_Row = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,15 +55,6 @@ class StepBytes:
     @property
     def peak_bytes(self) -> int:
         return max(self.peak_by_phase.values())
-
-
-@functools.lru_cache(maxsize=512)
-def _rows(trace: SectionTrace, micro_batch: int, *, in_backward: bool) -> tuple[_Row, ...]:
-    """A trace's events as (code, subject, buffer, bytes) at a micro-batch."""
-    flat = trace.backward if in_backward else trace.forward
-    return tuple(
-        (flat[i], flat[i + 1], flat[i + 2], flat[i + 3] + flat[i + 4] * micro_batch) for i in range(0, len(flat), 5)
-    )
 
 
 class _Unit:
@@ -105,35 +92,40 @@ class StepSimulator:
 
     def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], class_indices: tuple[int, ...]) -> None:
         self.profile, self.sections, self.class_indices = profile, sections, class_indices
-        ranks = profile.ranks_per_node
+        self.table = table_of(profile)
         self.units: list[list[_Unit]] = []
         self.by_operator: list[dict[int, _Unit]] = []
         for section, class_index in zip(sections, class_indices, strict=True):
-            section_class = profile.classes[class_index]
-            units = []
-            for position, unit in enumerate(section.units):
-                num_modules = 1 if section.is_block and position == 0 else len(unit.modules)
-                sizes = unit_bytes(section_class, unit, ranks)
-                units.append(_Unit(sizes, regather=unit.choice.regather, num_modules=num_modules))
-            index_of = {operator.name: index for index, operator in enumerate(section_class.operators)}
-            by_operator: dict[int, _Unit] = {}
-            for position, (played, planned) in enumerate(zip(units, section.units, strict=True)):
-                if section.is_block and position == 0:
-                    by_operator[SECTION] = played  # gathered at the block's door
-                else:
-                    by_operator |= {index_of[name]: played for name in planned.operators}
-            self.units.append(units)
-            self.by_operator.append(by_operator)
+            self._add_units(section, class_index)
         self.section_of_class = {class_index: position for position, class_index in enumerate(class_indices)}
         self.live = self.peak = self.section_peak = 0
         self.phase = "forward"
         self.peaks = dict.fromkeys(PHASES, 0)
-        self.held_flat = self.reduce_input = 0
+        self.held_flat = self.reduce_input = self.left_bytes = 0
         self.in_backward = False
         self.forward_order: list[_Unit] = []
         self.outputs: list[dict[int, int]] = [{} for _ in sections]
         self.gradient_outputs: list[dict[int, int]] = [{} for _ in sections]
-        self.buffers: list[dict[int, int]] = [{} for _ in sections]
+
+    def _add_units(self, section: SectionPlan, class_index: int) -> None:
+        section_class = self.profile.classes[class_index]
+        index_of = {operator.name: index for index, operator in enumerate(section_class.operators)}
+        units: list[_Unit] = []
+        by_operator: dict[int, _Unit] = {}
+        for position, planned in enumerate(section.units):
+            at_door = section.is_block and position == 0
+            unit = _Unit(
+                self.table.unit_bytes(class_index, planned),
+                regather=planned.choice.regather,
+                num_modules=1 if at_door else len(planned.modules),
+            )
+            units.append(unit)
+            if at_door:
+                by_operator[SECTION] = unit
+            else:
+                by_operator |= {index_of[name]: unit for name in planned.operators}
+        self.units.append(units)
+        self.by_operator.append(by_operator)
 
     # -- bytes
 
@@ -253,58 +245,59 @@ class StepSimulator:
         return self.by_operator[position].get(subject)
 
     def _play(self, position: int, micro_batch: int) -> SectionBytes:
-        section, class_index = self.sections[position], self.class_indices[position]
         before = self.live
         self.peaks[self.phase] = max(self.peaks[self.phase], self.peak)
         self.peak = self.section_peak = self.live
-        trace = self.profile.trace(class_index, section.recompute)
-        own = self.buffers[position]
-        for code, subject, buffer, num_bytes in _rows(trace, micro_batch, in_backward=self.in_backward):
-            if code == ALLOC:
-                own[buffer] = num_bytes
-                self._alloc(num_bytes)
-            elif code == FREE:
-                self._free(self._take(position, buffer))
-            elif code == WORKSPACE:
-                self.peak = max(self.peak, self.live + num_bytes)
+        compiled = self.table.compiled(
+            self.class_indices[position],
+            self.sections[position].recompute,
+            micro_batch,
+            frozenset(self.by_operator[position]),
+            in_backward=self.in_backward,
+        )
+        for code, subject, first, second in compiled.steps:
+            if code == RUN:
+                self.peak = max(self.peak, self.live + second)
+                self.live += first
+            elif code == TAKE:
+                self._free(self._take(position, subject))
             elif code == GRADIENT:
-                self._gradient(position, subject, own.pop(buffer, 0))
+                self._gradient(position, subject, first)
             elif subject == ROOT:
                 if code == EXIT and not self.in_backward:
-                    self._free(self.held_flat)
-                    self.held_flat = 0
-                    self._enter_phase("loss")
+                    self._end_forward()
             elif (unit := self._unit(position, subject)) is not None:
                 _HOOKS[code](self, unit, subject)
-        self._hand_on(position, trace)
+        self._hand_on(position, compiled)
         peak = max(self.section_peak, self.peak)
         return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self.live)
 
+    def _end_forward(self) -> None:
+        self._free(self.held_flat)
+        self.held_flat = 0
+        self._enter_phase("loss")
+
     def _take(self, position: int, buffer: int) -> int:
-        """Bytes of a buffer that is freed: an own one, or a neighbour's by its slot."""
-        if buffer >= 0:
-            return self.buffers[position].pop(buffer, 0)
+        """Takes a neighbour's buffer by its slot; its bytes."""
         slot, of_gradient = divmod(-buffer - 1, 2)
         neighbour = position + 1 if of_gradient else position - 1
         if not 0 <= neighbour < len(self.sections):
             return 0
         return (self.gradient_outputs if of_gradient else self.outputs)[neighbour].pop(slot, 0)
 
-    def _gradient(self, position: int, subject: int, num_bytes: int) -> None:
-        if subject >= FOREIGN:
-            owner, subject = divmod(subject, FOREIGN)
-            if owner - 1 not in self.section_of_class:
-                return
-            position = self.section_of_class[owner - 1]
-        section_class = self.profile.classes[self.class_indices[position]]
-        operator = next(i for i, operator in enumerate(section_class.operators) if subject in operator.parameters)
-        unit = self.by_operator[position].get(operator) or self.by_operator[position][SECTION]
-        unit.gradient_bytes += num_bytes
+    def _gradient(self, position: int, operator: int, num_bytes: int) -> None:
+        unit = self._unit(position, operator)
+        if unit is None and operator < FOREIGN:
+            unit = self.by_operator[position].get(SECTION)
+        if unit is not None:
+            unit.gradient_bytes += num_bytes
 
-    def _hand_on(self, position: int, trace: SectionTrace) -> None:
+    def _hand_on(self, position: int, compiled: Pass) -> None:
         """Passes on what later sections free. What nobody freed dies with its section's backward, own buffers last."""
-        handed = trace.gradient_outputs if self.in_backward else trace.outputs
-        outputs = {slot: self._take(position, buffer) for slot, buffer in enumerate(handed)}
+        outputs = {
+            slot: self._take(position, buffer) if buffer else num_bytes
+            for slot, (buffer, num_bytes) in enumerate(compiled.outputs)
+        }
         if not self.in_backward:
             self.outputs[position] = outputs
             return
@@ -314,6 +307,7 @@ class StepSimulator:
         for buffers in left:
             self._free(sum(buffers.values()))
             buffers.clear()
+        self.left_bytes += compiled.left_bytes
         self.gradient_outputs[position] = outputs
 
     # -- a step
@@ -326,9 +320,7 @@ class StepSimulator:
         self.in_backward = False
         forward = [self._play(position, micro_batch) for position in range(len(self.sections))]
         if self.phase == "forward":
-            self._free(self.held_flat)
-            self.held_flat = 0
-            self._enter_phase("loss")
+            self._end_forward()
         self.in_backward = True
         backward = []
         for position in reversed(range(len(self.sections))):
@@ -336,15 +328,15 @@ class StepSimulator:
             if self.phase == "loss":
                 self._enter_phase("backward")
         self._end_backward()
-        for buffers in [*self.buffers, *self.gradient_outputs]:
-            self._free(sum(buffers.values()))
-            buffers.clear()
+        self._free(self.left_bytes + sum(self.gradient_outputs[0].values()))
+        self.left_bytes = 0
+        self.gradient_outputs[0].clear()
         self._free(batch_bytes)
         backward.reverse()
         return forward, backward
 
 
-_HOOKS = {
+_HOOKS: dict[int, Callable[[StepSimulator, _Unit, int], None]] = {
     ENTER: StepSimulator._before_forward,
     EXIT: StepSimulator._after_forward,
     PRE_BACKWARD: StepSimulator._before_backward,

@@ -12,7 +12,8 @@ reduce-scatter (world), an all-reduce (none), or a reduce-scatter inside the nod
 
 import dataclasses
 
-from osdp_ray.costs.units import UnitBytes, unit_bytes
+from osdp_ray.costs.programs import table_of
+from osdp_ray.costs.units import UnitBytes
 from osdp_ray.records.plan import Choice, SectionPlan
 from osdp_ray.records.profile import GroupKind, Profile
 
@@ -33,14 +34,14 @@ class SectionSeconds:
 def section_seconds(profile: Profile, class_index: int, section: SectionPlan, micro_batch: int) -> SectionSeconds:
     """Seconds of a section of a class under its plan."""
     cost, factor = profile.compute[class_index], profile.calibration.compute_factor
-    section_class = profile.classes[class_index]
+    table = table_of(profile)
     forward_s = cost.forward_s(micro_batch) * factor
     backward_s = cost.backward_s(micro_batch) * factor
     if section.recompute == "full":
         backward_s += forward_s
     communication_s = optimizer_s = 0.0
     for unit in section.units:
-        sizes = unit_bytes(section_class, unit, profile.ranks_per_node)
+        sizes = table.unit_bytes(class_index, unit)
         communication_s += _unit_seconds(profile, unit.choice, sizes)
         optimizer_s += (
             sizes.gradient_bytes * profile.optimizer.step_s_per_byte

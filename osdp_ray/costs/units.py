@@ -1,7 +1,6 @@
 """Bytes of an FSDP unit: what a choice does to the parameters of the operators that share it."""
 
 import dataclasses
-import functools
 
 from osdp_ray.records.plan import ShardOver, Unit
 from osdp_ray.records.profile import SectionClass
@@ -35,7 +34,6 @@ def group_size(shard_over: ShardOver, ranks_per_node: tuple[int, ...]) -> int:
     return ranks_per_node[0] if shard_over == "node" else sum(ranks_per_node)
 
 
-@functools.lru_cache(maxsize=65536)
 def unit_bytes(section_class: SectionClass, unit: Unit, ranks_per_node: tuple[int, ...]) -> UnitBytes:
     """Sizes of a unit of a section of this class."""
     size = group_size(unit.choice.shard_over, ranks_per_node)

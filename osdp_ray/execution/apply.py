@@ -17,16 +17,17 @@ from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.records.plan import Plan, ShardOver, Unit
 
 
-def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cuda"]) -> nn.Module:
+def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cuda"] | None = None) -> nn.Module:
     """Applies a plan to a model in place and returns it.
 
-    The model may be on the meta device; the process group must be up with as many ranks as the plan has. Raises
-    PlanMismatchError where the plan was made for another number of ranks or other modules.
+    The model may be on the meta device; the process group must be up with as many ranks as the plan has, and without
+    a `device_type` its backend tells it. Raises PlanMismatchError where the plan was made for another number of ranks
+    or other modules.
     """
     if dist.get_world_size() != plan.num_ranks:
         raise PlanMismatchError("ranks", str(plan.num_ranks), str(dist.get_world_size()))
     _check_operators(model, plan)
-    meshes = _meshes(plan, device_type)
+    meshes = _meshes(plan, device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     root_unit: Unit | None = None
     for section in plan.sections:
         block = model.get_submodule(section.name) if section.is_block else model

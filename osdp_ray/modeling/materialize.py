@@ -31,12 +31,39 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        skip = _is_random(function) and args[0].is_meta  # meta kernels of random operations are slow, and do nothing
+        result = args[0] if skip else function(*args, **kwargs)
         written = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if written is not None and written.is_meta and function._schema.is_mutable:
             self.keep.append(written)
             self.steps.setdefault(_key(written), []).append((function, args, kwargs))
         return result
+
+
+class _NoRandom(TorchDispatchMode):
+    """Leaves out the random in-place operations on meta tensors."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if _is_random(function) and args[0].is_meta:
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def _is_random(function: Any) -> bool:
+    return function in _RANDOM
+
+
+_RANDOM = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_", "log_normal_", "cauchy_")
+    if hasattr(getattr(torch.ops.aten, name), "default")
+)
+
+
+def build_bare(workload: Workload) -> nn.Module:
+    """The workload's model on the meta device, without any record of its initialisation."""
+    with torch.device("meta"), _NoRandom():
+        return workload.build_model()
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -90,7 +117,7 @@ class Initialisation:
 
 
 def _allocate(module: nn.Module, device: torch.device | str, allocated: dict[int, torch.Tensor]) -> None:
-    """Puts uninitialised tensors in the place of a module's own meta ones; tied ones stay tied (`to_empty` parts them)."""
+    """Puts uninitialised tensors in the place of a module's own meta ones; tied ones stay tied, unlike `to_empty`."""
     for tensors in (module._parameters, module._buffers):
         for key, tensor in tensors.items():
             if tensor is None or tensor.device.type != "meta":

@@ -7,7 +7,7 @@ three blocks of the same recipe for a block, the section itself for stem and hea
 import dataclasses
 import itertools
 
-from osdp_ray.costs import StepSimulator, section_seconds, unit_bytes
+from osdp_ray.costs import StepSimulator, section_seconds, table_of
 from osdp_ray.records.plan import Choice, SectionPlan, Unit
 from osdp_ray.records.profile import Profile, Recompute, SectionClass
 
@@ -114,9 +114,8 @@ def _unit_choices(section_class: SectionClass) -> list[tuple[Unit, ...]]:
 
 
 def _measure(profile: Profile, class_index: int, section: SectionPlan, micro_batch: int, accumulation: int) -> Recipe:
-    section_class = profile.classes[class_index]
     seconds = section_seconds(profile, class_index, section, micro_batch).step_s(accumulation)
-    sizes = [unit_bytes(section_class, unit, profile.ranks_per_node) for unit in section.units]
+    sizes = [table_of(profile).unit_bytes(class_index, unit) for unit in section.units]
     optimizer = profile.optimizer
     state_bytes = sum(
         round(size.gradient_bytes * optimizer.state_bytes_per_byte)

@@ -21,9 +21,12 @@ peak is at one of its ends. Where a stretch is empty its rows state the level at
 no big constants are needed. Bytes are in MiB for the solver; plans are checked by the simulator outside it.
 """
 
+import contextlib
 import dataclasses
 import os
+import sys
 import time
+from collections.abc import Iterator
 
 import pulp
 
@@ -140,7 +143,8 @@ def _run(model: pulp.LpProblem, counts: list[list[pulp.LpVariable]], problem: Pr
     name, solver = _solver()
     started = time.perf_counter()
     try:
-        model.solve(solver)
+        with _silenced():
+            model.solve(solver)
     except pulp.PulpSolverError as error:
         raise SolverError(name, f"it failed ({error})", "Install another one: pip install highspy") from error
     solve_s = time.perf_counter() - started
@@ -177,3 +181,18 @@ def _solver() -> tuple[str, pulp.LpSolver]:
             if solver.available():
                 return name, solver
     raise SolverError(wanted or "HiGHS and CBC", "not installed", "pip install highspy")
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """HiGHS prints a banner from its constructor, whatever its options say; standard output belongs to the caller."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.errors import TraceError
+from osdp_ray.modeling.materialize import build_bare
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
 from osdp_ray.modeling.stubs import stubbed
 from osdp_ray.profiling.recorder import BACKWARD, Recorder, attach_gradient_hook, attach_hooks
 from osdp_ray.profiling.sections import cut_sections
-from osdp_ray.records.profile import ENTER, Recompute, SectionTrace
+from osdp_ray.records.profile import Recompute, SectionTrace
 from osdp_ray.workload import Workload
 
 _MICRO_BATCHES = (2, 3)
@@ -40,20 +41,19 @@ class Trace:
 
 def trace(workload: Workload) -> Trace:
     """Traces a workload's model; needs neither a device nor the model's memory. Raises TraceError naming the module."""
-    with torch.device("meta"):
-        model = workload.build_model()
+    model = build_bare(workload)
     blocks = find_blocks(model, workload.blocks)
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
     structure: Structure | None = None
     traces: list[SectionTrace] = []
-    for recompute in RECOMPUTES:
-        recorders = [_record(workload, blocks, recompute, batch) for batch in batches]
-        if structure is None:
-            structure = build_structure(model, blocks, recorders[0].order)
-        traces += cut_sections(structure, recompute, [recorder.events for recorder in recorders], _MICRO_BATCHES)
-        if not blocks:
-            break
+    with stubbed(model, blocks) as stubs:
+        subject = _Subject(workload, model, blocks, stubs)
+        for recompute in RECOMPUTES if blocks else RECOMPUTES[:1]:
+            recorders = [subject.record(recompute, batch) for batch in batches]
+            if structure is None:
+                structure = build_structure(model, blocks, recorders[0].order)
+            traces += cut_sections(structure, recompute, [recorder.events for recorder in recorders], _MICRO_BATCHES)
     assert structure is not None
     return Trace(
         structure=structure,
@@ -86,54 +86,84 @@ def _bytes_per_sample(batches: list[Any]) -> int:
     return per_sample
 
 
-def _record(workload: Workload, blocks: tuple[str, ...], recompute: Recompute, batch: Any) -> Recorder:
-    """Records one forward and backward with every block recomputed as given."""
-    with torch.device("meta"):
-        model = workload.build_model()
-    mode, recorder = FakeTensorMode(), Recorder()
-    _make_fake(model, mode)
-    fake_batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
-    recorder.own([list(model.parameters()), list(model.buffers()), fake_batch])
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=True)}
-    module = "the model"
-    with stubbed(model, blocks) as stubs:
+class _Subject:
+    """A model made ready for recording: its real blocks fake, its stubs on meta."""
+
+    def __init__(self, workload: Workload, model: nn.Module, blocks: tuple[str, ...], stubs: frozenset[str]) -> None:
+        self.workload, self.model, self.blocks, self.stubs = workload, model, blocks, stubs
+        self.mode = FakeTensorMode()
+        inside = tuple(f"{name}." for name in stubs)
+        self.modules = [
+            (name, module)
+            for name, module in model.named_modules()
+            if name not in stubs and not name.startswith(inside)
+        ]
+        _make_fake([module for _, module in self.modules], self.mode)
+        self.parameters = {
+            id(parameter): (f"{name}.{key}" if name else key, parameter)
+            for name, module in reversed(self.modules)
+            for key, parameter in module.named_parameters(recurse=False)
+        }
+
+    def record(self, recompute: Recompute, batch: Any) -> Recorder:
+        """Records one forward and backward with every block recomputed as given."""
+        recorder = Recorder()
+        fake = tree_map(lambda leaf: self.mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        tensors = [
+            tensor for _, module in self.modules for tensor in (*module._parameters.values(), *module._buffers.values())
+        ]
+        recorder.own([tensors, fake])
+        real = [self.model.get_submodule(name) for name in self.blocks if name not in self.stubs]
         if recompute != "none":
-            for name in blocks:
-                if name not in stubs:
-                    recompute_block(model.get_submodule(name), recompute)
-        skipped = tuple(f"{name}." for name in stubs)
-        for name, child in model.named_modules():
-            owns = any(True for _ in child.parameters(recurse=False))
-            if (owns or name == "" or name in blocks) and name not in stubs and not name.startswith(skipped):
-                attach_hooks(recorder, name, child)
-            elif name in stubs:
-                child.register_forward_pre_hook(lambda *_, name=name: recorder.order.append(name))
-        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-            attach_gradient_hook(recorder, parameter, names[id(parameter)])
+            for block in real:
+                recompute_block(block, recompute)
+        handles = self._attach(recorder)
         try:
-            with mode, recorder, _fake_random_state():
-                loss = workload.loss(model, fake_batch)
+            self._run(recorder, fake)
+        finally:
+            recorder.recording = False
+            for handle in handles:
+                handle.remove()
+            for _, parameter in self.parameters.values():
+                parameter.grad = None
+            if recompute != "none":
+                for block in real:
+                    del block.forward
+        return recorder
+
+    def _attach(self, recorder: Recorder) -> list[Any]:
+        handles = []
+        for name, module in self.modules:
+            if name == "" or name in self.blocks or any(True for _ in module.parameters(recurse=False)):
+                handles += attach_hooks(recorder, name, module)
+        for name in self.stubs:
+            stub = self.model.get_submodule(name)
+            handles.append(stub.register_forward_pre_hook(lambda *_, name=name: recorder.order.append(name)))
+        for name, parameter in self.parameters.values():
+            if parameter.requires_grad:
+                handles.append(attach_gradient_hook(recorder, parameter, name))
+        return handles
+
+    def _run(self, recorder: Recorder, batch: Any) -> None:
+        try:
+            with self.mode, recorder, _fake_random_state():
+                loss = self.workload.loss(self.model, batch)
                 recorder.mark(BACKWARD, "")
                 (loss / 1).backward()  # as the worker does, for accumulation
                 del loss
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            entered = [event.subject for event in recorder.events if event.code == ENTER]
-            module = entered[-1] if entered else ""
             raise TraceError(
-                module,
+                recorder.order[-1] if recorder.order else "",
                 f"fake tensors cannot run it ({type(error).__name__}: {str(error).splitlines()[0]})",
                 "Avoid shapes and branches that depend on values, or register a fake kernel for custom operations",
             ) from error
-        finally:
-            recorder.recording = False
-    return recorder
 
 
-def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replaces meta parameters and buffers by fake CPU ones in place; ties stay ties."""
+def _make_fake(modules: list[nn.Module], mode: FakeTensorMode) -> None:
+    """Replaces the modules' meta parameters and buffers by fake CPU ones in place; ties stay ties."""
     replaced: dict[int, Any] = {}
-    originals: list[torch.Tensor] = []
-    for module in model.modules():
+    originals: list[torch.Tensor] = []  # kept so that no id is used twice
+    for module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:

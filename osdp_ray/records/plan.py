@@ -43,7 +43,7 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SectionPlan:
-    """What one section does. In a block the first unit is gathered at the block's door, the others at their operators."""
+    """What one section does. In a block the first unit is gathered at its door, the others at their operators."""
 
     name: str
     is_block: bool
@@ -158,9 +158,9 @@ class Plan(Record):
             f"= global batch {self.global_batch}",
             f"predicted peak {format_bytes(prediction.peak_bytes)} of {format_bytes(self.budget_bytes)} per device "
             f"({', '.join(f'{phase} {format_bytes(peak)}' for phase, peak in prediction.peak_by_phase.items())})",
-            f"predicted step {format_seconds(prediction.step_s)} "
-            f"({', '.join(f'{phase} {format_seconds(value)}' for phase, value in prediction.step_s_by_phase.items())}), "
-            f"{prediction.samples_per_s:.1f} samples/s",
+            f"predicted step {format_seconds(prediction.step_s)} ("
+            f"{', '.join(f'{phase} {format_seconds(value)}' for phase, value in prediction.step_s_by_phase.items())}"
+            f"), {prediction.samples_per_s:.1f} samples/s",
             f"solver {self.solver.solver}: {self.solver.status}"
             + (f", gap {format_percent(self.solver.gap_fraction)}" if self.solver.status != "optimal" else "")
             + f", {self.solver.num_solves} solves in {format_seconds(self.solver.solve_s)}",

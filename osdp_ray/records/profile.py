@@ -52,7 +52,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A module that owns parameters, the smallest thing that has a choice of its own. `name` is relative to its section.
+    """A module that owns parameters: the smallest thing that has a choice. Names are relative to its section.
 
     `modules` holds more than one name where modules share a parameter (tied weights) and must share the choice.
     """

@@ -94,7 +94,9 @@ class SweepResult(Record):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            pq.write_table(pa.Table.from_pylist([dataclasses.asdict(row) for row in self.rows], schema=schema), temporary)
+            pq.write_table(
+                pa.Table.from_pylist([dataclasses.asdict(row) for row in self.rows], schema=schema), temporary
+            )
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)

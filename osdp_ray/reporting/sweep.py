@@ -43,7 +43,7 @@ def plot(result: SweepResult, path: str | os.PathLike[str]) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=True)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -64,7 +64,9 @@ def _draw_lines(axes: Any, result: SweepResult, divisor: int) -> None:
         if row.best_uniform_samples_per_s is not None
     ]
     if uniform:
-        axes.plot(*zip(*uniform, strict=True), "--s", color=_UNIFORM, markersize=5, label="best uniform setting, predicted")
+        axes.plot(
+            *zip(*uniform, strict=True), "--s", color=_UNIFORM, markersize=5, label="best uniform setting, predicted"
+        )
     measured = [
         (row.budget_bytes / divisor, row.measured_samples_per_s)
         for row in result.rows
@@ -110,7 +112,9 @@ def _draw_unfit(axes: Any, result: SweepResult, divisor: int) -> None:
 def _unit(budgets_bytes: Sequence[int]) -> tuple[int, str]:
     """The largest unit in which the largest budget is at least 1."""
     largest = max(budgets_bytes, default=0)
-    return next(((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if largest >= size), (1, "B"))
+    return next(
+        ((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if largest >= size), (1, "B")
+    )
 
 
 def _count(number: int, noun: str) -> str:

@@ -380,7 +380,8 @@ def test_another_world_is_planned_anew_and_goes_on_from_the_save(world, tmp_path
     with pytest.raises(Interrupted) as caught:
         run(world, tmp_path, num_steps=100_000, on_event=interrupt(world, signal.SIGINT, 5))
     world.num_ranks = 4
-    summary = run(world, tmp_path, num_steps=caught.value.step + 5, resume=True)
+    summary = run(world, tmp_path, num_steps=caught.value.step + 5, resume=True, budget_bytes=None)
+    assert summary.budget_bytes == BUDGET_BYTES  # the run's own, not the default
     assert world.attempts[-1] == (1, caught.value.step)
     assert (summary.num_ranks, summary.num_plans) == (4, 2)
 

@@ -1,0 +1,150 @@
+"""Traces, compiled: what the step simulator plays for a section, at a micro-batch, with some of its hooks in use.
+
+Between two hooks that matter a section only allocates and frees buffers of its own, so such a run shrinks to two
+numbers: how much is live after it, and the highest on the way. A Table keeps what was compiled for one profile.
+"""
+
+import dataclasses
+from collections.abc import Collection
+
+from osdp_ray.costs.units import UnitBytes, unit_bytes
+from osdp_ray.records.plan import Unit
+from osdp_ray.records.profile import (
+    ALLOC,
+    FOREIGN,
+    FREE,
+    GRADIENT,
+    ROOT,
+    WORKSPACE,
+    Profile,
+    Recompute,
+    SectionTrace,
+)
+
+RUN, TAKE = -1, -2  # codes of compiled steps beside the hooks': a run of bytes, a neighbour's buffer freed
+_KEPT_TABLES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass over a section: steps `(code, subject, number, number)`.
+
+    RUN    live += the first number, highest on the way: the second
+    TAKE   the buffer `subject` of a neighbour is freed (its slot, as a trace numbers it)
+    GRADIENT  `subject` is an operator, the first number the bytes of its parameter's gradient
+    else   a hook of an operator, the section or the model
+    """
+
+    steps: tuple[tuple[int, int, int, int], ...]
+    outputs: tuple[tuple[int, int], ...]  # (slot of a neighbour or 0, own bytes): buffers handed on, in order
+    left_bytes: int  # own buffers of both passes that nobody frees
+
+
+class Table:
+    """Everything compiled for one profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._passes: dict[tuple[object, ...], Pass] = {}
+        self._units: dict[tuple[int, Unit], UnitBytes] = {}
+        self._traces = {(trace.class_index, trace.recompute): trace for trace in profile.traces}
+        self._operator_of = [
+            {parameter: index for index, operator in enumerate(section.operators) for parameter in operator.parameters}
+            for section in profile.classes
+        ]
+
+    def unit_bytes(self, class_index: int, unit: Unit) -> UnitBytes:
+        key = (class_index, unit)
+        if key not in self._units:
+            self._units[key] = unit_bytes(self.profile.classes[class_index], unit, self.profile.ranks_per_node)
+        return self._units[key]
+
+    def compiled(
+        self,
+        class_index: int,
+        recompute: Recompute,
+        micro_batch: int,
+        hooks: frozenset[int],
+        *,
+        in_backward: bool,
+    ) -> Pass:
+        """A pass in which only the hooks of the subjects in `hooks` (and the model's, and foreign ones) matter."""
+        key = (class_index, recompute, micro_batch, hooks, in_backward)
+        if key not in self._passes:
+            trace = self._traces[class_index, recompute]
+            self._passes[key] = self._compile(trace, class_index, micro_batch, hooks, in_backward=in_backward)
+        return self._passes[key]
+
+    def _compile(
+        self, trace: SectionTrace, class_index: int, micro_batch: int, hooks: Collection[int], *, in_backward: bool
+    ) -> Pass:
+        rows = {False: _rows(trace.forward, micro_batch), True: _rows(trace.backward, micro_batch)}
+        sizes = {row[2]: row[3] for row in [*rows[False], *rows[True]] if row[0] == ALLOC}
+        steps: list[tuple[int, int, int, int]] = []
+        net = peak = 0
+        for code, subject, buffer, num_bytes in rows[in_backward]:
+            if code == ALLOC:
+                net += num_bytes
+                peak = max(peak, net)
+            elif code == WORKSPACE:
+                peak = max(peak, net + num_bytes)
+            elif code == FREE and buffer >= 0:
+                net -= sizes[buffer]
+            elif code in (FREE, GRADIENT) or subject == ROOT or subject >= FOREIGN or subject in hooks:
+                if net or peak:
+                    steps.append((RUN, 0, net, peak))
+                    net = peak = 0
+                steps.append(self._special(code, subject, buffer, sizes, class_index))
+        if net or peak:
+            steps.append((RUN, 0, net, peak))
+        handed = trace.gradient_outputs if in_backward else trace.outputs
+        return Pass(
+            steps=tuple(steps),
+            outputs=tuple((buffer, 0) if buffer < 0 else (0, sizes[buffer]) for buffer in handed),
+            left_bytes=_left(trace, sizes) if in_backward else 0,
+        )
+
+    def _special(
+        self, code: int, subject: int, buffer: int, sizes: dict[int, int], class_index: int
+    ) -> tuple[int, int, int, int]:
+        if code == FREE:
+            return (TAKE, buffer, 0, 0)
+        if code != GRADIENT:
+            return (code, subject, 0, 0)
+        if subject >= FOREIGN:
+            owner, parameter = divmod(subject, FOREIGN)
+            operator = FOREIGN * owner + self._operator_of[owner - 1][parameter]
+        else:
+            operator = self._operator_of[class_index][subject]
+        return (GRADIENT, operator, sizes.get(buffer, 0), 0)
+
+
+def table_of(profile: Profile) -> Table:
+    """The table of a profile; the last few profiles' tables are kept."""
+    for table in _TABLES:
+        if table.profile is profile:
+            return table
+    table = Table(profile)
+    _TABLES.insert(0, table)
+    del _TABLES[_KEPT_TABLES:]
+    return table
+
+
+_TABLES: list[Table] = []
+
+
+def _rows(flat: tuple[int, ...], micro_batch: int) -> list[tuple[int, int, int, int]]:
+    """Events as (code, subject, buffer, bytes) at a micro-batch."""
+    return [
+        (flat[i], flat[i + 1], flat[i + 2], flat[i + 3] + flat[i + 4] * micro_batch) for i in range(0, len(flat), 5)
+    ]
+
+
+def _left(trace: SectionTrace, sizes: dict[int, int]) -> int:
+    """Bytes of own buffers that neither pass frees, hands on or makes a gradient."""
+    gone = {buffer for buffer in (*trace.outputs, *trace.gradient_outputs) if buffer >= 0}
+    for flat in (trace.forward, trace.backward):
+        for i in range(0, len(flat), 5):
+            if flat[i] in (FREE, GRADIENT) and flat[i + 2] >= 0:
+                gone.add(flat[i + 2])
+    return sum(num_bytes for buffer, num_bytes in sizes.items() if buffer not in gone)

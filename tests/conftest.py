@@ -1,0 +1,18 @@
+"""One computing thread, a quiet profiler, and no test that depends on how many cores the machine has."""
+
+import os
+import sys
+
+import pytest
+
+# Set before torch is imported, here and in every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+# torch's profiler (kineto) logs a "USDT: ... profiler_start" line to stderr each time, at levels up to 5.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """Workspaces of CPU kernels grow with the threads; a worker computes with one."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)

@@ -1,0 +1,202 @@
+"""The truth about a step's bytes: the executor runs it for real and the CPU allocator's events are summed.
+
+One process plays rank 0 of any number of ranks over a fake process group, whose collectives allocate nothing and return
+at once. Profiles come from a trace alone, with round figures for seconds, so that nothing is measured.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import random
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from osdp_ray.execution.apply import parallelize
+from osdp_ray.modeling.materialize import build_on_meta
+from osdp_ray.planning.menus import uniform_sections
+from osdp_ray.profiling.trace import Trace
+from osdp_ray.records.plan import Choice, Plan, Prediction, SectionPlan, SolverReport, Unit
+from osdp_ray.records.profile import Calibration, ComputeCost, LinkCost, OptimizerCost, Profile
+from osdp_ray.workload import Workload
+
+UNIFORM_CHOICES = {
+    "DP": Choice(shard_over="none", regather=True),
+    "DP kept": Choice(shard_over="none", regather=False),
+    "ZeRO-2": Choice(shard_over="world", regather=False),
+    "ZeRO-3": Choice(shard_over="world", regather=True),
+}
+# AdamW in its fused form: two moments per parameter, one step counter per tensor, nothing held while it steps.
+FUSED_ADAMW = OptimizerCost(
+    state_bytes_per_byte=2.0,
+    state_bytes_per_tensor=4,
+    step_bytes_per_largest=0.0,
+    step_bytes_per_total=0.0,
+    step_s_per_byte=1e-9,
+    step_s_per_tensor=1e-5,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Truth:
+    """What one step held: bytes between steps, the highest level, and what the step left behind beyond its start.
+
+    `events` are the signed sizes of the allocator's events in order.
+    """
+
+    persistent_bytes: int
+    peak_bytes: int
+    left_bytes: int
+    events: tuple[int, ...]
+
+
+def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[int, ...]) -> Profile:
+    """A profile of a traced workload with round seconds: 1 ms + 2 ms per sample forward, twice that backward."""
+    compute = tuple(
+        ComputeCost(
+            class_index=index,
+            forward_constant_s=1e-3,
+            forward_s_per_sample=2e-3,
+            backward_constant_s=2e-3,
+            backward_s_per_sample=4e-3,
+        )
+        for index in range(len(traced.structure.classes))
+    )
+    groups = ("world",) if len(ranks_per_node) == 1 else ("node", "across", "world")
+    links = tuple(
+        LinkCost(group=group, collective=collective, latency_s=5e-4, bytes_per_s=4e8, residual_fraction=0.0)
+        for group in groups
+        for collective in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+    return Profile(
+        workload=workload.name,
+        workload_hash="0" * 16,
+        device_kind="cpu",
+        device_memory_bytes=1 << 34,
+        ranks_per_node=ranks_per_node,
+        classes=traced.structure.classes,
+        sections=traced.structure.sections,
+        traces=traced.traces,
+        batch_bytes_per_sample=traced.batch_bytes_per_sample,
+        buffer_bytes=traced.buffer_bytes,
+        optimizer=FUSED_ADAMW,
+        compute=compute,
+        links=links,
+        copy_bytes_per_s=1e10,
+        calibration=Calibration(),
+    )
+
+
+def make_plan(profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batch: int, accumulation: int) -> Plan:
+    """A plan with these decisions and no prediction worth reading."""
+    nothing = Prediction(
+        peak_bytes=1,
+        persistent_bytes=1,
+        peak_by_phase={"forward": 1},
+        step_s=1.0,
+        step_s_by_phase={},
+        samples_per_s=1.0,
+    )
+    return Plan(
+        workload=profile.workload,
+        workload_hash=profile.workload_hash,
+        ranks_per_node=profile.ranks_per_node,
+        budget_bytes=1,
+        global_batch=micro_batch * accumulation * profile.num_ranks,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        sections=sections,
+        prediction=nothing,
+        alternatives=(),
+        solver=SolverReport(solver="none", status="optimal", gap_fraction=0.0, num_solves=0, num_cuts=0, solve_s=0.0),
+    )
+
+
+def uniform_plan(profile: Profile, name: str, recompute: str, *, micro_batch: int, accumulation: int = 1) -> Plan:
+    """Every operator makes the same choice, every block recomputes alike."""
+    sections = uniform_sections(profile, UNIFORM_CHOICES[name], recompute)
+    return make_plan(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
+
+
+def random_sections(profile: Profile, rng: random.Random) -> tuple[SectionPlan, ...]:
+    """A choice per operator out of one to three, in some sections the same for all; some blocks recompute.
+
+    Unlike the planner's own plans, the unit at a block's door is any of its units.
+    """
+    choices = list(UNIFORM_CHOICES.values())
+    if len(profile.ranks_per_node) > 1:
+        choices += [Choice(shard_over="node", regather=False), Choice(shard_over="node", regather=True)]
+    palette = rng.sample(choices, rng.randint(1, 3))
+    sections = []
+    for section in profile.sections:
+        section_class = profile.classes[section.class_index]
+        is_uniform, shared = rng.random() < 0.4, rng.choice(palette)
+        members: dict[Choice, list[int]] = {}
+        for index in range(len(section_class.operators)):
+            members.setdefault(shared if is_uniform else rng.choice(palette), []).append(index)
+        units = tuple(
+            Unit(
+                operators=tuple(section_class.operators[index].name for index in indices),
+                modules=tuple(name for index in indices for name in section_class.operators[index].modules),
+                choice=choice,
+            )
+            for choice, indices in members.items()
+        )
+        recompute = rng.choice(("none", "full")) if section_class.is_block else "none"
+        sections.append(
+            SectionPlan(name=section.name, is_block=section_class.is_block, recompute=recompute, units=units)
+        )
+    return tuple(sections)
+
+
+def measure(workload: Workload, plan: Plan, *, num_steps: int = 3) -> Truth:
+    """Runs `num_steps` steps of a plan as rank 0 and returns the truth of the last one (the first one differs)."""
+    with _fake_ranks(plan.num_ranks):
+        model, initialisation = build_on_meta(workload)
+        parallelize(model, plan, device_type="cpu")
+        initialisation.materialize(model, "cpu", 0)
+        optimizer = workload.build_optimizer(model.parameters())
+        batches = workload.build_batches(0, plan.num_ranks, plan.micro_batch, 0, 0)
+        for _ in range(num_steps):
+            gc.collect()  # Python keeps buffers of the last step alive until then
+            persistent = _persistent_bytes(model, optimizer)
+            with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+                for _ in range(plan.accumulation):
+                    batch = next(batches)
+                    loss = workload.loss(model, batch)
+                    (loss / plan.accumulation).backward()
+                    del loss, batch
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            events = _allocator_events(recorded)
+    live = peak = 0
+    for num_bytes in events:
+        live += num_bytes
+        peak = max(peak, live)
+    return Truth(persistent_bytes=persistent, peak_bytes=persistent + peak, left_bytes=live, events=events)
+
+
+@contextlib.contextmanager
+def _fake_ranks(num_ranks: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _persistent_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the storages of local parameter shards, buffers and optimizer state."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
+    return sum(storages.values())
+
+
+def _allocator_events(recorded: torch.profiler.profile) -> tuple[int, ...]:
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return tuple(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
