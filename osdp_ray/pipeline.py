@@ -71,8 +71,8 @@ def run(
 
     Without a budget it is 90 % of the smallest device, or that of the run that goes on. `global_batch` samples make a
     step, whatever the plan. The run's files go to `out`; with `resume` the run there goes on from its newest save,
-    under its newest plan if the cluster is as it was, else under a new one. `on_event(kind, facts)` hears of: stage (name,
-    seconds: None as it starts), cluster, profile, plan (the record, index), samples, eval, saved, replan, done.
+    under its newest plan if the cluster is as it was, else under a new one. `on_event(kind, facts)` hears of: stage
+    (name, seconds: None as it starts), cluster, profile, plan (the record, index), samples, eval, saved, replan, done.
 
     SIGINT or SIGTERM, in the main thread, save at the next step and raise Interrupted; a second one ends the run at
     once. Raises OsdpError for everything that a user can mend. Nothing is left running.
@@ -177,7 +177,8 @@ class _Run:
         if self.samples and not (self.directory.path / "telemetry.parquet").exists():
             self._write_telemetry()
         if self.hub is not None and ray.is_initialized():
-            self.hub.close()
+            with contextlib.suppress(ray.exceptions.RayError):
+                self.hub.close()
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from osdp_ray.records.plan import Plan
 from osdp_ray.records.profile import Profile
 from osdp_ray.records.sweep import SweepResult, SweepRow
 from osdp_ray.settings import check_batches
-from osdp_ray.signals import StopNow, StopSignals
+from osdp_ray.signals import StopSignals
 from osdp_ray.workload import Workload
 
 __all__ = ["SweepResult", "SweepRow", "sweep"]
@@ -65,9 +66,10 @@ def sweep(
             if isinstance(profile_or_workload, Profile):
                 return job.from_profile(profile_or_workload)
             return job.from_workload(profile_or_workload, num_workers, address, signals)
-        except StopNow as stop:
+        except KeyboardInterrupt:  # StopNow, which waiting on Ray turns into a plain one
+            number = signals.received or signal.SIGINT
             num_measured = sum(row.is_measured for row in job.rows.values())
-            raise SweepInterrupted(stop.signal_number, len(job.rows), num_measured, job.save_partial()) from None
+            raise SweepInterrupted(int(number), len(job.rows), num_measured, job.save_partial()) from None
 
 
 class _Sweep:

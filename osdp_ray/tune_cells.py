@@ -12,6 +12,7 @@ is, if three things are seen to:
 
 import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -60,6 +61,7 @@ def measure(
         if out is None:
             out = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="osdp-sweep-")))
         stack.enter_context(_environment(_SETTINGS))
+        stack.enter_context(_quiet("ray.tune"))
         runs = {b: str(out / "runs" / f"{index}-{format_bytes_up(b)}") for index, b in enumerate(sorted(plans))}
         job = {
             "workload": ray.cloudpickle.dumps(workload),
@@ -70,15 +72,18 @@ def measure(
             "runs": runs,
             "num_steps": num_steps,
         }
+        listener = _Listener(on_event, on_result)
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(_train_cell, job=job), _trial_resources()),
             param_space={"budget_bytes": tune.grid_search(sorted(plans))},
             tune_config=tune.TuneConfig(metric="samples_per_s", mode="max", max_concurrent_trials=1),
-            run_config=tune.RunConfig(
-                name="tune", storage_path=str(out), verbose=0, callbacks=[_Listener(on_event, on_result)]
-            ),
+            run_config=tune.RunConfig(name="tune", storage_path=str(out), verbose=0, callbacks=[listener]),
         )
-        grid = tuner.fit()
+        try:
+            grid = tuner.fit()
+        finally:
+            for trial in listener.failed:  # their errors reach Tune's files after the callbacks
+                on_result(trial.config["budget_bytes"], None, _problem(trial.get_pickled_error() or trial.get_error()))
         on_event("grid", {"result_grid": grid})
 
 
@@ -126,6 +131,7 @@ class _Listener(tune.Callback):
 
     def __init__(self, on_event: OnEvent, on_result: OnResult) -> None:
         self._on_event, self._on_result = on_event, on_result
+        self.failed: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Listener, (_ignore, _ignore))
@@ -137,20 +143,21 @@ class _Listener(tune.Callback):
         self._on_result(trial.config["budget_bytes"], trial.last_result, None)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._on_result(trial.config["budget_bytes"], None, _problem(trial.get_pickled_error() or trial.get_error()))
+        self.failed.append(trial)
 
 
 def _ignore(*_: Any) -> None:
     return None
 
 
-def _problem(error: BaseException | None) -> str:
+def _problem(error: BaseException | str | None) -> str:
     """Why a trial failed, in one line: the OsdpError that the run raised, if that is what it was."""
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, OsdpError):
         return str(cause)
-    lines = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {lines[-1] if lines else 'without a text'}"
+    lines = str(cause or "").strip().splitlines()
+    last = lines[-1] if lines else "the trial failed and left no error behind"
+    return f"{type(cause).__name__}: {last}" if isinstance(cause, BaseException) else last
 
 
 @contextlib.contextmanager
@@ -166,3 +173,15 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Keeps a logger to itself for the time of a block: a failed trial's traceback is in its row and in its folder."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -75,6 +75,7 @@ def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[i
         workload=workload.name,
         workload_hash="0" * 16,
         device_kind="cpu",
+        backend="fake",
         device_memory_bytes=1 << 34,
         ranks_per_node=ranks_per_node,
         classes=traced.structure.classes,
@@ -152,8 +153,10 @@ def random_sections(profile: Profile, rng: random.Random) -> tuple[SectionPlan, 
     return tuple(sections)
 
 
-def measure(workload: Workload, plan: Plan, *, num_steps: int = 3) -> Truth:
+def measure(workload: Workload, plan: Plan, *, num_steps: int = 2) -> Truth:
     """Runs `num_steps` steps of a plan as rank 0 and returns the truth of the last one (the first one differs)."""
+    gc.collect()
+    gc.freeze()  # the collections below look only at what this call made
     with _fake_ranks(plan.num_ranks):
         model, initialisation = build_on_meta(workload)
         parallelize(model, plan, device_type="cpu")
@@ -172,6 +175,7 @@ def measure(workload: Workload, plan: Plan, *, num_steps: int = 3) -> Truth:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             events = _allocator_events(recorded)
+    gc.unfreeze()
     live = peak = 0
     for num_bytes in events:
         live += num_bytes

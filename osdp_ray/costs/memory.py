@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from osdp_ray.costs.programs import RUN, TAKE, Pass, table_of
 from osdp_ray.costs.units import UnitBytes
-from osdp_ray.records.plan import Plan, SectionPlan
+from osdp_ray.records.plan import Choice, Plan, SectionPlan
 from osdp_ray.records.profile import (
     ENTER,
     EXIT,
@@ -61,6 +61,7 @@ class _Unit:
     """A unit while a step is played."""
 
     __slots__ = (
+        "all_reduces",
         "exits",
         "first",
         "gathered",
@@ -75,8 +76,9 @@ class _Unit:
         "sizes",
     )
 
-    def __init__(self, sizes: UnitBytes, *, regather: bool, num_modules: int) -> None:
-        self.sizes, self.regather, self.num_modules = sizes, regather, num_modules
+    def __init__(self, sizes: UnitBytes, choice: Choice, *, num_modules: int) -> None:
+        self.sizes, self.regather, self.num_modules = sizes, choice.regather, num_modules
+        self.all_reduces = choice.shard_over != "world"
         self.gathered = self.pending = self.has_shard_gradient = False
         self.order: list[int] = []  # positions in the order of forward
         self.reset()
@@ -93,6 +95,7 @@ class StepSimulator:
     def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], class_indices: tuple[int, ...]) -> None:
         self.profile, self.sections, self.class_indices = profile, sections, class_indices
         self.table = table_of(profile)
+        self.scatter_copies = profile.backend == "gloo"  # its reduce-scatter works on a copy of its input
         self.units: list[list[_Unit]] = []
         self.by_operator: list[dict[int, _Unit]] = []
         for section, class_index in zip(sections, class_indices, strict=True):
@@ -101,7 +104,7 @@ class StepSimulator:
         self.live = self.peak = self.section_peak = 0
         self.phase = "forward"
         self.peaks = dict.fromkeys(PHASES, 0)
-        self.held_flat = self.reduce_input = self.left_bytes = 0
+        self.held_flat = self.reduce_input = self.reduced_bytes = self.left_bytes = 0
         self.in_backward = False
         self.forward_order: list[_Unit] = []
         self.outputs: list[dict[int, int]] = [{} for _ in sections]
@@ -116,7 +119,7 @@ class StepSimulator:
             at_door = section.is_block and position == 0
             unit = _Unit(
                 self.table.unit_bytes(class_index, planned),
-                regather=planned.choice.regather,
+                planned.choice,
                 num_modules=1 if at_door else len(planned.modules),
             )
             units.append(unit)
@@ -214,8 +217,13 @@ class StepSimulator:
         self._free(unit.gradient_bytes)
         unit.gradient_bytes = 0
         self._alloc(sizes.gradient_bytes)
-        if unit.has_shard_gradient:
-            self._free(sizes.gradient_bytes)  # added to the shard that is there
+        if self.scatter_copies and sizes.group_size > 1:
+            self.peak = max(self.peak, self.live + sizes.reduce_bytes)
+        if unit.has_shard_gradient:  # added to the shard that is there
+            if unit.all_reduces:
+                self.reduced_bytes += sizes.gradient_bytes  # FSDP2 holds on to what it all-reduced
+            else:
+                self._free(sizes.gradient_bytes)
         unit.has_shard_gradient = True
 
     def _end_backward(self) -> None:
@@ -223,8 +231,8 @@ class StepSimulator:
             for unit in units:
                 if unit.phase != "after":
                     self._after_backward(unit, unit.first)
-        self._free(self.reduce_input)
-        self.reduce_input = 0
+        self._free(self.reduce_input + self.reduced_bytes)
+        self.reduce_input = self.reduced_bytes = 0
         for units in self.units:
             for unit in units:
                 if unit.pending:

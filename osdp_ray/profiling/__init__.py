@@ -51,6 +51,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         workload=workload.name,
         workload_hash=workload.hash(),
         device_kind=cluster.device_kind,
+        backend=cluster.backend,
         device_memory_bytes=cluster.smallest_memory_bytes,
         ranks_per_node=cluster.ranks_per_node,
         classes=traced.structure.classes,

@@ -183,6 +183,7 @@ class Profile(Record):
     workload: str
     workload_hash: str
     device_kind: Literal["cuda", "cpu"]
+    backend: Literal["nccl", "gloo", "fake"]
     device_memory_bytes: int
     ranks_per_node: tuple[int, ...]
     classes: tuple[SectionClass, ...]

@@ -66,7 +66,7 @@ class SweepResult(Record):
     def table(self) -> str:
         """The sweep for a terminal: a line per budget, then what did not fit and what failed."""
         measured = any(row.is_measured for row in self.rows)
-        header = ("budget", "batch", "peak", "samples/s", "best uniform", "its samples/s", "gain")
+        header: tuple[str, ...] = ("budget", "batch", "peak", "samples/s", "best uniform", "its samples/s", "gain")
         header += ("measured peak", "measured samples/s") if measured else ()
         rows = []
         for row in self.rows:

@@ -248,7 +248,7 @@ def test_damaged_tensor_data_is_refused(damaged):
     path, work = damaged
     data_file = path / "__0_0.distcp"
     data_file.write_bytes(b"\0" * data_file.stat().st_size)
-    with pytest.raises(SaveError, match="its tensors cannot be read.*Delete this folder"):
+    with pytest.raises(SaveError, match=r"its tensors cannot be read.*Delete this folder"):
         resume_alone(work, path)
 
 
@@ -311,9 +311,7 @@ def test_missing_and_extra_tensors_are_listed_by_name(damaged):
     other.hash = work.hash
     with pytest.raises(SaveError, match=r"it lacks model.blocks.2.attention.projection.bias, .* and \d+ more"):
         resume_alone(other, path)
-    values = json.loads((path / "save.json").read_text())
-    with pytest.raises(SaveError, match=r"it lacks model|it has .*blocks.1.* which this model or optimizer lacks"):
-        fewer = workload(work.data, layers=1)
-        fewer.hash = work.hash
+    fewer = workload(work.data, layers=1)
+    fewer.hash = work.hash
+    with pytest.raises(SaveError, match=r"it has model.blocks.1.* more, which this model or optimizer lacks"):
         resume_alone(fewer, path)
-    assert values["step"] == SAVE_AT

@@ -99,10 +99,13 @@ def broken_direction(imports: list[Import]) -> list[str]:
         above, below = part_of(found.source), part_of(target)
         if below not in LEVEL_OF:
             broken.append(f"{found}: {below!r} has no level")
-        elif above != below and LEVEL_OF[below] >= LEVEL_OF[above]:
-            if not any(above in row and below in row for row in SIBLINGS):
-                broken.append(str(found))
+        elif above != below and LEVEL_OF[below] >= LEVEL_OF[above] and not _siblings(above, below):
+            broken.append(str(found))
     return broken
+
+
+def _siblings(one: str, other: str) -> bool:
+    return any(one in row and other in row for row in SIBLINGS)
 
 
 def broken_loading(imports: list[Import]) -> list[str]:

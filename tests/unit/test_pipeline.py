@@ -7,9 +7,11 @@ import signal
 import time
 
 import pytest
+from ray.exceptions import RayActorError
 
 from osdp_ray import pipeline
-from osdp_ray.errors import InfeasibleError, Interrupted, UsageError, WorkerError
+from osdp_ray.errors import ClusterError, InfeasibleError, Interrupted, UsageError, WorkerError, WorkerMemoryError
+from osdp_ray.execution.failures import translate
 from osdp_ray.execution.saves import Save
 from osdp_ray.observation import load_parquet
 from osdp_ray.records.cluster import Cluster, Device, Node
@@ -376,6 +378,26 @@ def test_a_failed_worker_ends_the_run_with_its_error_and_keeps_the_telemetry(wor
     assert load_parquet(tmp_path / "telemetry.parquet").samples[-1].step == 3
 
 
+def lost_cluster():
+    raise RayActorError(error_msg="the node has crashed")
+
+
+def test_a_lost_cluster_is_named_with_the_way_to_go_on(world, tmp_path):
+    world.hub.drain = lost_cluster
+    with pytest.raises(ClusterError, match=r"the Ray cluster was lost \(the node has crashed\).*go on by --resume"):
+        run(world, tmp_path)
+
+
+def test_a_signal_that_also_ends_the_embedded_ray_counts_as_an_interrupt(world, tmp_path):
+    def on_event(kind, facts):
+        if kind == "samples":
+            world.hub.drain = lost_cluster
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="signal 15"):
+        run(world, tmp_path, num_steps=2000, on_event=on_event)
+
+
 def test_another_world_is_planned_anew_and_goes_on_from_the_save(world, tmp_path):
     with pytest.raises(Interrupted) as caught:
         run(world, tmp_path, num_steps=100_000, on_event=interrupt(world, signal.SIGINT, 5))
@@ -456,3 +478,32 @@ def test_settings_that_cannot_work_are_refused_by_their_flag(world, tmp_path, se
 def test_batches_that_divide_are_taken():
     check_batches(8, 2, None)
     check_batches(8, 2, 4)
+
+
+class TrainError(Exception):
+    """Shaped like Ray Train's WorkerGroupError."""
+
+    def __init__(self, failures):
+        super().__init__("failed")
+        self.worker_failures = failures
+
+
+BROKEN = RuntimeError("gloo: Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ({0: BROKEN, 1: WorkerError(1, "ValueError: boom", "Mend it")}, "worker 1 failed: ValueError: boom"),
+        ({0: BROKEN, 1: WorkerMemoryError(1, "no room", "Lower it")}, "worker 1 ran out of memory: no room. Lower it"),
+        ({0: BROKEN, 1: RayActorError(error_msg="killed")}, "worker 1 failed: its process died (killed)"),
+        ({0: BROKEN, 2: RayActorError(error_msg="killed, OOM")}, "worker 2 ran out of memory: killed, OOM"),
+        ({0: BROKEN, 1: UsageError("Give another --data.")}, "Give another --data."),
+    ],
+)
+def test_the_first_cause_is_shown_not_the_connections_that_broke_with_it(failures, expected):
+    assert str(translate(TrainError(failures))).startswith(expected)
+
+
+def test_a_failure_without_a_rank_is_the_workers():
+    assert str(translate(RuntimeError("no placement"))).startswith("the workers failed: no placement. See 'ray status'")

@@ -10,15 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs import sweep_budgets
-from osdp_ray.errors import SweepInterrupted, UsageError
+from osdp_ray.errors import SweepInterrupted, UsageError, WorkerError
 from osdp_ray.planning import plan
 from osdp_ray.profiling.trace import trace
-from osdp_ray.records.profile import Calibration, ComputeCost, LinkCost, OptimizerCost, Profile
+from osdp_ray.records.profile import Profile
 from osdp_ray.records.sweep import SweepResult, SweepRow
 from osdp_ray.reporting.sweep import plot
 from osdp_ray.tune import _faster, plan_label, sweep
 from osdp_ray.units import KIB, MIB
 from osdp_ray.workloads.gpt import gpt
+from tests.oracle import traced_profile
 
 BUDGETS_BYTES = (400 * KIB, 5 * MIB, 700 * KIB, MIB, 700 * KIB)  # neither in order nor unique
 
@@ -26,37 +27,7 @@ BUDGETS_BYTES = (400 * KIB, 5 * MIB, 700 * KIB, MIB, 700 * KIB)  # neither in or
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     workload = gpt(layers=2, hidden=32, heads=2, sequence=32)
-    traced = trace(workload)
-    costs = {"forward_constant_s": 1e-3, "forward_s_per_sample": 2e-3}
-    costs |= {"backward_constant_s": 2e-3, "backward_s_per_sample": 4e-3}
-    classes = traced.structure.classes
-    return Profile(
-        workload=workload.name,
-        workload_hash=workload.hash(),
-        device_kind="cpu",
-        device_memory_bytes=1 << 34,
-        ranks_per_node=(2,),
-        classes=classes,
-        sections=traced.structure.sections,
-        traces=traced.traces,
-        batch_bytes_per_sample=traced.batch_bytes_per_sample,
-        buffer_bytes=traced.buffer_bytes,
-        optimizer=OptimizerCost(
-            state_bytes_per_byte=2.0,
-            state_bytes_per_tensor=4,
-            step_bytes_per_largest=0,
-            step_bytes_per_total=0,
-            step_s_per_byte=0,
-            step_s_per_tensor=0,
-        ),
-        compute=tuple(ComputeCost(class_index=index, **costs) for index in range(len(classes))),
-        links=tuple(
-            LinkCost(group="world", collective=name, latency_s=5e-4, bytes_per_s=4e8, residual_fraction=0)
-            for name in ("all_gather", "reduce_scatter", "all_reduce")
-        ),
-        copy_bytes_per_s=1e9,
-        calibration=Calibration(),
-    )
+    return traced_profile(workload, trace(workload), ranks_per_node=(2,))
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +180,19 @@ def test_an_interrupted_sweep_says_how_far_it_came_and_survives_pickling() -> No
         "They are in out/sweep.json; sweep the other budgets anew."
     )
     assert "Start it again" in str(SweepInterrupted(2, 0, 0, ""))
+
+
+def test_a_failed_trial_is_told_in_one_line_by_the_error_that_the_run_raised() -> None:
+    from osdp_ray.tune_cells import _problem
+
+    lost = WorkerError(1, "its node went away", "Start again")
+    wrapped = RuntimeError("a page of\ntraceback")
+    wrapped.cause = lost
+
+    assert _problem(wrapped) == str(lost)
+    assert _problem(RuntimeError("a page of\ntraceback")) == "RuntimeError: traceback"
+    assert _problem("a page of\ntext\n") == "text"
+    assert _problem(None) == "the trial failed and left no error behind"
 
 
 def test_sweeping_a_profile_loads_neither_ray_nor_torch() -> None:

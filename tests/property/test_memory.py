@@ -1,0 +1,73 @@
+"""The step simulator agrees with the CPU allocator to the byte, for uniform plans and for arbitrary mixtures.
+
+The truth comes from `tests.oracle`: the executor's own step as rank 0 of a fake world, and the allocator's events.
+"""
+
+import functools
+import random
+
+import pytest
+
+from osdp_ray.costs import simulate_bytes
+from osdp_ray.profiling.trace import trace
+from osdp_ray.workloads.gpt import GptWorkload
+from tests.oracle import UNIFORM_CHOICES, make_plan, measure, random_sections, traced_profile, uniform_plan
+
+NUM_SEEDS = 25
+WORLDS = ((2,), (3,), (4,), (8,), (2, 2), (4, 4))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    path.write_bytes(bytes(range(256)) * 64)
+    return str(path)
+
+
+@functools.cache
+def workload_and_trace(data, layers, *, tied):
+    workload = GptWorkload(layers=layers, hidden=64, heads=2, sequence=32, data=data, tied=tied)
+    return workload, trace(workload)
+
+
+def explain(plan, simulated, truth):
+    """What a failure shows: the difference, the phases and the decisions."""
+    sections = [
+        (section.name, section.recompute, [(unit.choice.label, unit.operators) for unit in section.units])
+        for section in plan.sections
+    ]
+    return (
+        f"{simulated.peak_bytes - truth.peak_bytes} bytes off {truth.peak_bytes}; {simulated.peak_by_phase}; "
+        f"{plan.num_ranks} ranks, micro-batch {plan.micro_batch}, accumulation {plan.accumulation}; {sections}"
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", UNIFORM_CHOICES)
+def test_the_peak_of_a_uniform_plan_is_exact(corpus, name, recompute, num_ranks):
+    workload, traced = workload_and_trace(corpus, 3, tied=False)
+    profile = traced_profile(workload, traced, ranks_per_node=(num_ranks,))
+    plan = uniform_plan(profile, name, recompute, micro_batch=4, accumulation=1 + (num_ranks == 4))
+
+    simulated, truth = simulate_bytes(profile, plan), measure(workload, plan)
+
+    assert truth.left_bytes == 0, "the allocator's events are not complete"
+    assert simulated.persistent_bytes == truth.persistent_bytes
+    assert simulated.peak_bytes == truth.peak_bytes, explain(plan, simulated, truth)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_the_peak_of_any_mixture_of_decisions_is_exact(corpus, seed):
+    rng = random.Random(seed)
+    workload, traced = workload_and_trace(corpus, rng.randint(1, 5), tied=rng.random() < 0.2)
+    profile = traced_profile(workload, traced, ranks_per_node=rng.choice(WORLDS))
+    plan = make_plan(
+        profile, random_sections(profile, rng), micro_batch=rng.randint(1, 8), accumulation=rng.randint(1, 2)
+    )
+
+    simulated, truth = simulate_bytes(profile, plan), measure(workload, plan)
+
+    assert truth.left_bytes == 0, "the allocator's events are not complete"
+    assert simulated.persistent_bytes == truth.persistent_bytes
+    assert simulated.peak_bytes == truth.peak_bytes, explain(plan, simulated, truth)
