@@ -15,8 +15,8 @@ from osdp_ray.units import MIB
 
 FOLDER = Path(__file__).parent / "golden"
 PROFILE = FOLDER / "profile-gpt-4x128.json"
-BUDGETS_MIB = (10, 16, 32)
-GLOBAL_BATCH = 32
+BUDGETS_MIB = (12, 20, 32)
+GLOBAL_BATCH = 16
 
 
 def golden_path(budget_mib: int) -> Path:

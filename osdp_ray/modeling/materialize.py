@@ -1,8 +1,9 @@
-"""Models are built on the meta device and filled parameter by parameter, so that no rank ever holds a whole model.
+"""Models are built on the meta device and filled tensor by tensor, so that no rank ever holds a whole model.
 
-While the constructor runs on meta, every in-place operation on a parameter or buffer (`normal_`, `zero_`, ...) is
-recorded. `materialize` replays a tensor's record on a full-size scratch tensor with a generator seeded by the seed and
-the tensor's name, and keeps this rank's shard: the values depend neither on the plan nor on the number of ranks.
+While the constructor runs on meta, every operation that creates or writes a tensor is recorded. To fill a parameter or
+buffer, the operations that lead to it, and no others, are replayed on full-size scratch tensors, each with a generator
+seeded by the seed and the operation's place in the constructor, and this rank's shard is kept: the values depend
+neither on the plan nor on the number of ranks, and a tensor that was copied from another is equal to it.
 """
 
 import dataclasses
@@ -14,29 +15,41 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.errors import TraceError
 from osdp_ray.workload import Workload
 
-_Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """A recorded call. `created` are the meta tensors whose storages it made."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    created: tuple[torch.Tensor, ...]
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the in-place operations on meta tensors by storage."""
+    """Records the operations that create or write meta tensors, in order, and by storage."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: dict[int, list[_Step]] = {}
-        self.keep: list[torch.Tensor] = []  # storages must not be reused while their record is open
+        self.operations: list[_Operation] = []
+        self.by_storage: dict[int, list[int]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         skip = _is_random(function) and args[0].is_meta  # meta kernels of random operations are slow, and do nothing
         result = args[0] if skip else function(*args, **kwargs)
-        written = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if written is not None and written.is_meta and function._schema.is_mutable:
-            self.keep.append(written)
-            self.steps.setdefault(_key(written), []).append((function, args, kwargs))
+        written = {_key(args[0])} if function._schema.is_mutable and args and _is_meta(args[0]) else set()
+        created = tuple(leaf for leaf in tree_leaves(result) if _is_meta(leaf) and _key(leaf) not in self.by_storage)
+        if written or created:
+            # Operations are kept, and with them the tensors: no storage's address is used twice.
+            self.operations.append(_Operation(function, args, kwargs, created))
+            for key in written | {_key(tensor) for tensor in created}:
+                self.by_storage.setdefault(key, []).append(len(self.operations) - 1)
         return result
 
 
@@ -58,6 +71,24 @@ _RANDOM = frozenset(
     for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_", "log_normal_", "cauchy_")
     if hasattr(getattr(torch.ops.aten, name), "default")
 )
+_UNINITIALISED = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (
+        ("empty", "memory_format"),
+        ("empty_strided", "default"),
+        ("empty_like", "default"),
+        ("new_empty", "default"),
+        ("new_empty_strided", "default"),
+    )
+)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # torch 2.13: the address of the storage, which identifies it
 
 
 def build_bare(workload: Workload) -> nn.Module:
@@ -66,17 +97,42 @@ def build_bare(workload: Workload) -> nn.Module:
         return workload.build_model()
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def build_on_meta(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
+    """The workload's model on the meta device, with the record of how it initialises itself.
+
+    Raises TraceError where a parameter is never initialised, so that no run starts from whatever memory holds.
+    """
+    recorder = _Recorder()
+    with torch.device("meta"), recorder:
+        model = workload.build_model()
+    initialisation = Initialisation(recorder, model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and not initialisation.is_known(name):
+            raise TraceError(
+                name,
+                "its constructor never initialises it, so its values would be whatever memory holds",
+                "Initialise it there, with torch.nn.init or from torch.zeros and the like",
+            )
+    return model, initialisation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Initialisation:
     """The recorded initialisation of every parameter and buffer, by name; see the module's docstring."""
 
-    steps: dict[str, list[_Step]]
-    values: dict[str, torch.Tensor]
-    metas: dict[str, torch.Tensor]
+    def __init__(self, recorder: _Recorder, model: nn.Module) -> None:
+        self._recorder = recorder
+        self._tensors = {
+            name: tensor.detach()
+            for name, tensor in [
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            ]
+        }
+
+    def is_known(self, name: str) -> bool:
+        """Whether some operation has given the tensor its values."""
+        indices = self._recorder.by_storage.get(_key(self._tensors[name]), ())
+        return any(self._recorder.operations[index].function not in _UNINITIALISED for index in indices)
 
     def materialize(
         self, model: nn.Module, device: torch.device | str, seed: int, *, skip: Collection[str] = ()
@@ -96,24 +152,50 @@ class Initialisation:
                 if tensor.is_meta or id(tensor) in done:
                     continue
                 done.add(id(tensor))
-                whole = self._whole(name, device, seed)
+                whole = self.whole(name, device, seed)
                 if isinstance(tensor, DTensor):
                     sharded = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
                     tensor.to_local().copy_(sharded.to_local())
                 else:
                     tensor.copy_(whole)
 
-    def _whole(self, name: str, device: torch.device | str, seed: int) -> torch.Tensor:
-        if name in self.values:
-            return self.values[name].to(device)
-        meta = self.metas[name]
-        whole = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    def whole(self, name: str, device: torch.device | str, seed: int) -> torch.Tensor:
+        """The full initial value of a parameter or buffer on `device`."""
+        tensor = self._tensors[name]
+        if not tensor.is_meta:
+            return tensor.to(device)
+        bases: dict[int, torch.Tensor] = {}
+
+        def real(value: Any) -> Any:
+            if _is_meta(value):
+                return bases[_key(value)].as_strided(value.shape, value.stride(), value.storage_offset())
+            if isinstance(value, torch.device):
+                return torch.device(device)
+            return value
+
+        needed: set[int] = set()
+        self._collect(_key(tensor), len(self._recorder.operations), needed)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest[:7], "little"))
-            for function, args, kwargs in self.steps[name]:
-                function(*_on(args, whole, meta), **_on(kwargs, whole, meta))
-        return whole
+            for index in sorted(needed):
+                operation = self._recorder.operations[index]
+                digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:7], "little"))
+                result = operation.function(*tree_map(real, operation.args), **tree_map(real, operation.kwargs))
+                outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+                if operation.created:
+                    bases |= {_key(meta): output for meta, output in zip(operation.created, outputs, strict=False)}
+            return real(tensor)
+
+    def _collect(self, key: int, before: int, needed: set[int]) -> None:
+        """Adds the operations before `before` that the values of a storage come from."""
+        for index in self._recorder.by_storage.get(key, ()):
+            if index >= before or index in needed:
+                continue
+            needed.add(index)
+            operation = self._recorder.operations[index]
+            for leaf in tree_leaves((operation.args, operation.kwargs)):
+                if _is_meta(leaf):
+                    self._collect(_key(leaf), index, needed)
 
 
 def _allocate(module: nn.Module, device: torch.device | str, allocated: dict[int, torch.Tensor]) -> None:
@@ -127,46 +209,3 @@ def _allocate(module: nn.Module, device: torch.device | str, allocated: dict[int
                 is_parameter = isinstance(tensor, nn.Parameter)
                 allocated[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             tensors[key] = allocated[id(tensor)]
-
-
-def _on(arguments: Any, whole: torch.Tensor, meta: torch.Tensor) -> Any:
-    """Recorded arguments with the meta tensor's views replaced by the same views of `whole`."""
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            if _key(value) != _key(meta):
-                raise TraceError(
-                    "",
-                    "its initialisation copies one tensor into another on the meta device",
-                    "Initialise with in-place operations (torch.nn.init), or tie the parameters.",
-                )
-            return whole.as_strided(value.shape, value.stride(), value.storage_offset())
-        return value
-
-    return torch.utils._pytree.tree_map(replace, arguments)
-
-
-def build_on_meta(workload: Workload) -> tuple[nn.Module, Initialisation]:
-    """The workload's model on the meta device, with the record of how it initialises itself.
-
-    Raises TraceError where a parameter is never initialised, so that no run starts from uninitialised memory.
-    """
-    recorder = _Recorder()
-    with torch.device("meta"), recorder:
-        model = workload.build_model()
-    steps: dict[str, list[_Step]] = {}
-    values: dict[str, torch.Tensor] = {}
-    metas: dict[str, torch.Tensor] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor.is_meta:
-            values[name] = tensor.detach()
-            continue
-        recorded = recorder.steps.get(_key(tensor))
-        if not recorded:
-            raise TraceError(
-                name,
-                "it is never initialised by in-place operations, so its values would be whatever memory holds",
-                "Initialise it in the constructor with torch.nn.init, or build buffers on the CPU.",
-            )
-        steps[name], metas[name] = recorded, tensor.detach()
-    return model, Initialisation(steps=steps, values=values, metas=metas)

@@ -84,6 +84,7 @@ class World:
             workload=workload.name,
             workload_hash=workload.hash(),
             device_kind="cpu",
+            backend="gloo",
             device_memory_bytes=2000,
             ranks_per_node=cluster.ranks_per_node,
             classes=(),

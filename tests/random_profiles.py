@@ -1,0 +1,93 @@
+"""Small random profiles without torch: the golden profile's traces with other seconds, layers, links and operators."""
+
+import dataclasses
+import random
+
+from osdp_ray.records.profile import FOREIGN, Operator, Profile, Section, SectionClass, SectionTrace
+from tests.regenerate_golden import PROFILE
+
+HOOKS = range(2, 6)  # ENTER, EXIT, PRE_BACKWARD, POST_BACKWARD
+
+
+def base_profile() -> Profile:
+    """The golden profile: stem, one class of blocks, head."""
+    return Profile.load(PROFILE)
+
+
+def random_profile(rng: random.Random, *, max_layers: int, merge: bool) -> Profile:
+    """Seconds over two decades, links over three, 1 to `max_layers` blocks, 2 to 8 ranks.
+
+    `merge` leaves the blocks two operators and stem and head one each, so that every plan can be enumerated.
+    """
+    profile = base_profile()
+    if merge:
+        profile = merged(profile)
+    names = [f"blocks.{index}" for index in range(rng.randint(1, max_layers))]
+    sections = (Section(name="stem", class_index=0), *(Section(name=n, class_index=1) for n in names))
+    return dataclasses.replace(
+        profile,
+        ranks_per_node=(rng.choice((2, 3, 4, 8)),),
+        sections=(*sections, Section(name="head", class_index=2)),
+        compute=tuple(
+            dataclasses.replace(
+                cost,
+                forward_constant_s=_log_uniform(rng, 1e-4, 1e-2),
+                forward_s_per_sample=_log_uniform(rng, 1e-4, 1e-2),
+                backward_constant_s=_log_uniform(rng, 1e-4, 1e-2),
+                backward_s_per_sample=_log_uniform(rng, 1e-4, 1e-2),
+            )
+            for cost in profile.compute
+        ),
+        links=tuple(
+            dataclasses.replace(link, latency_s=_log_uniform(rng, 1e-5, 1e-2), bytes_per_s=_log_uniform(rng, 1e7, 1e10))
+            for link in profile.links
+        ),
+    )
+
+
+def merged(profile: Profile) -> Profile:
+    """Attention and MLP of a block become one operator each; so do all operators of stem and of head."""
+    groups = [((range(len(profile.classes[0].operators))),), (range(3), range(3, 6)), (range(2),)]
+    owners = [{old: new for new, olds in enumerate(rows) for old in olds} for rows in groups]
+    classes = tuple(_merge_class(section, rows) for section, rows in zip(profile.classes, groups, strict=True))
+    return dataclasses.replace(profile, classes=classes, traces=tuple(_renumber(t, owners) for t in profile.traces))
+
+
+def _merge_class(section_class: SectionClass, groups: tuple[range, ...]) -> SectionClass:
+    operators = []
+    for group in groups:
+        members = [section_class.operators[index] for index in group]
+        operators.append(
+            Operator(
+                name=members[0].name,
+                kind="+".join(member.kind for member in members),
+                modules=tuple(name for member in members for name in member.modules),
+                parameters=tuple(index for member in members for index in member.parameters),
+                buffer_bytes=sum(member.buffer_bytes for member in members),
+            )
+        )
+    return dataclasses.replace(section_class, operators=tuple(operators))
+
+
+def _renumber(trace: SectionTrace, owners: list[dict[int, int]]) -> SectionTrace:
+    return dataclasses.replace(
+        trace,
+        forward=_renumbered(trace.forward, trace.class_index, owners),
+        backward=_renumbered(trace.backward, trace.class_index, owners),
+    )
+
+
+def _renumbered(flat: tuple[int, ...], class_index: int, owners: list[dict[int, int]]) -> tuple[int, ...]:
+    rows = list(flat)
+    for i in range(0, len(rows), 5):
+        subject = rows[i + 1]
+        if rows[i] in HOOKS and subject >= FOREIGN:
+            owner, index = divmod(subject, FOREIGN)
+            rows[i + 1] = FOREIGN * owner + owners[owner - 1][index]
+        elif rows[i] in HOOKS and subject >= 0:
+            rows[i + 1] = owners[class_index][subject]
+    return tuple(rows)
+
+
+def _log_uniform(rng: random.Random, low: float, high: float) -> float:
+    return low * (high / low) ** rng.random()
