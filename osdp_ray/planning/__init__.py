@@ -92,9 +92,9 @@ def plan(
         key=lambda candidate: candidate.prediction.samples_per_s,
         default=None,
     )
-    for shape in shapes:
+    for shape in sorted(shapes, key=lambda shape: -_bound(profile, *shape)):
         if best is None or _bound(profile, *shape) > best.prediction.samples_per_s:
-            found = _best_at(profile, *shape, budget_bytes, tally)
+            found = _best_at(profile, *shape, budget_bytes, tally, best)
             if found is not None and (best is None or _better(found, best)):
                 best = found
     if best is None:
@@ -199,18 +199,22 @@ def _problem(profile: Profile, micro_batch: int, accumulation: int) -> Problem:
 
 
 def _best_at(
-    profile: Profile, micro_batch: int, accumulation: int, budget_bytes: int, tally: _Tally
+    profile: Profile, micro_batch: int, accumulation: int, budget_bytes: int, tally: _Tally, best: _Candidate | None
 ) -> _Candidate | None:
-    """The fastest plan at one micro-batch; the program is tightened until the simulator agrees that it fits."""
+    """The fastest plan at one micro-batch; the program is tightened until the simulator agrees that it fits.
+
+    Plans slower than the best so far are not looked for.
+    """
     problem = _problem(profile, micro_batch, accumulation)
+    samples = micro_batch * accumulation * profile.num_ranks
+    limit_s = samples / best.prediction.samples_per_s if best is not None else None
     limit_bytes = budget_bytes
     for _ in range(_MAX_CUTS):
-        solution = solve(problem, budget_bytes=limit_bytes)
+        solution = solve(problem, budget_bytes=limit_bytes, limit_s=limit_s)
         tally.count(solution)
         if solution is None:
             return None
         if limit_bytes == budget_bytes:
-            samples = micro_batch * accumulation * profile.num_ranks
             tally.bound_samples_per_s = max(tally.bound_samples_per_s, samples / solution.bound_s)
         sections = _write_out(profile, problem, solution)
         candidate = _candidate(profile, sections, micro_batch, accumulation)

@@ -59,9 +59,16 @@ class Solution:
     solve_s: float
 
 
-def solve(problem: Problem, *, budget_bytes: int) -> Solution | None:
-    """The fastest counts that fit, or None where none do. Raises SolverError."""
+def solve(problem: Problem, *, budget_bytes: int, limit_s: float | None = None) -> Solution | None:
+    """The fastest counts that fit and take at most `limit_s`, or None where none do. Raises SolverError."""
     model, counts = _program(problem, budget_bytes)
+    if limit_s is not None:
+        taken = pulp.lpSum(
+            g.seconds * n
+            for menu, row in zip(problem.menus, counts, strict=True)
+            for g, n in zip(menu, row, strict=True)
+        )
+        model += taken <= limit_s, "limit"
     model.setObjective(
         pulp.lpSum(
             (recipe.seconds + _BIG * recipe.persistent_bytes / MIB) * counts[c][r]
