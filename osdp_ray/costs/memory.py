@@ -106,6 +106,7 @@ class StepSimulator:
         self.peaks = dict.fromkeys(PHASES, 0)
         self.held_flat = self.reduce_input = self.reduced_bytes = self.left_bytes = 0
         self.in_backward = False
+        self.recompute_root: _Unit | None = None
         self.forward_order: list[_Unit] = []
         self.outputs: list[dict[int, int]] = [{} for _ in sections]
         self.gradient_outputs: list[dict[int, int]] = [{} for _ in sections]
@@ -154,14 +155,16 @@ class StepSimulator:
             unit.exits = 0
         if unit.exits == 0 and not self.in_backward:
             unit.first = subject
+        if self.in_backward and self.recompute_root is None:
+            self.recompute_root = unit
         if unit.gathered:
             return
         sizes = unit.sizes
         if not unit.pending:
             self._alloc(sizes.flat_bytes)
         unit.pending = False
-        self._free(self.held_flat)
         self._alloc(sizes.gathered_bytes)
+        self._free(self.held_flat)  # a local of `wait_for_unshard` holds it until the copy out is done
         self.held_flat = sizes.flat_bytes
         unit.gathered = True
 
@@ -172,8 +175,10 @@ class StepSimulator:
         if unit.exits < unit.num_modules:
             return
         if self.in_backward:
-            self._free(self.held_flat)
-            self.held_flat = 0
+            if unit is self.recompute_root:  # FSDP2 takes it for a forward's root, which drops the last flat buffer
+                self._free(self.held_flat)
+                self.held_flat = 0
+                self.recompute_root = None
             return
         if unit.regather:
             self._free(unit.sizes.gathered_bytes)
@@ -214,11 +219,14 @@ class StepSimulator:
             return
         self._alloc(sizes.reduce_bytes)
         self.reduce_input = sizes.reduce_bytes
-        self._free(unit.gradient_bytes)
+        self.peak = max(self.peak, self.live + sizes.padding_copy_bytes)
+        held_bytes = min(sizes.last_gradient_bytes, unit.gradient_bytes)  # a loop variable of `foreach_reduce` holds it
+        self._free(unit.gradient_bytes - held_bytes)
         unit.gradient_bytes = 0
         self._alloc(sizes.gradient_bytes)
         if self.scatter_copies and sizes.group_size > 1:
             self.peak = max(self.peak, self.live + sizes.reduce_bytes)
+        self._free(held_bytes)
         if unit.has_shard_gradient:  # added to the shard that is there
             if unit.all_reduces:
                 self.reduced_bytes += sizes.gradient_bytes  # FSDP2 holds on to what it all-reduced
@@ -233,6 +241,7 @@ class StepSimulator:
                     self._after_backward(unit, unit.first)
         self._free(self.reduce_input + self.reduced_bytes)
         self.reduce_input = self.reduced_bytes = 0
+        self.recompute_root = None
         for units in self.units:
             for unit in units:
                 if unit.pending:
@@ -270,7 +279,7 @@ class StepSimulator:
             elif code == TAKE:
                 self._free(self._take(position, subject))
             elif code == GRADIENT:
-                self._gradient(position, subject, first)
+                self._gradient(position, subject, self._take(position, second) if second else first)
             elif subject == ROOT:
                 if code == EXIT and not self.in_backward:
                     self._end_forward()

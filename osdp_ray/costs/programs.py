@@ -31,7 +31,8 @@ class Pass:
 
     RUN    live += the first number, highest on the way: the second
     TAKE   the buffer `subject` of a neighbour is freed (its slot, as a trace numbers it)
-    GRADIENT  `subject` is an operator, the first number the bytes of its parameter's gradient
+    GRADIENT  `subject` is an operator, the first number the bytes of its parameter's gradient, or the second one its
+              slot among a neighbour's buffers (tied parameters)
     else   a hook of an operator, the section or the model
     """
 
@@ -116,7 +117,7 @@ class Table:
             operator = FOREIGN * owner + self._operator_of[owner - 1][parameter]
         else:
             operator = self._operator_of[class_index][subject]
-        return (GRADIENT, operator, sizes.get(buffer, 0), 0)
+        return (GRADIENT, operator, sizes.get(buffer, 0), min(buffer, 0))
 
 
 def table_of(profile: Profile) -> Table:

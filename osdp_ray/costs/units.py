@@ -15,6 +15,8 @@ class UnitBytes:
     gathered_bytes  whole parameters while they are in use (a replicated unit copies its parameters too)
     reduce_bytes    input of the gradient reduction
     gradient_bytes  its output, the gradient held until the optimizer's step
+    last_gradient_bytes  the whole gradient of the last parameter; where they are scattered it outlives the others
+    padding_copy_bytes   copies that the scatter makes of gradients whose first dimension does not divide by the group
     """
 
     group_size: int
@@ -25,6 +27,8 @@ class UnitBytes:
     gradient_bytes: int
     num_trainable: int
     largest_trainable_bytes: int
+    last_gradient_bytes: int
+    padding_copy_bytes: int
 
 
 def group_size(shard_over: ShardOver, ranks_per_node: tuple[int, ...]) -> int:
@@ -52,4 +56,6 @@ def unit_bytes(section_class: SectionClass, unit: Unit, ranks_per_node: tuple[in
         gradient_bytes=gradient,
         num_trainable=len(trainable),
         largest_trainable_bytes=max((parameter.shard_bytes(size) for parameter in trainable), default=0),
+        last_gradient_bytes=trainable[-1].num_bytes if trainable and size > 1 else 0,
+        padding_copy_bytes=sum(p.shard_bytes(size) * size for p in trainable if p.shape and p.shape[0] % size),
     )

@@ -130,6 +130,11 @@ class _Cutter:
                         self.born[event.buffer] = (position, in_backward)
                     elif event.code == FREE and event.buffer not in gradients:
                         self.died[event.buffer] = (position, in_backward)
+        for position, name in enumerate(present):  # a tied parameter's gradient may be born in a later section
+            for index in spans[name][1]:
+                event = events[index]
+                if event.code == GRADIENT and self.born.get(event.buffer, (position, True))[0] != position:
+                    self.died[event.buffer] = (position, True)
         self.subjects = _subjects(structure, present)
         self.parameters = _parameter_subjects(structure, present)
 
@@ -181,8 +186,9 @@ class _Cutter:
             elif event.code == WORKSPACE:
                 rows += (event.code, 0, 0, constant, per_sample)
             elif event.code == GRADIENT:
-                subject = _relative(self.parameters[event.subject], class_index)
-                rows += (event.code, subject, slots.get(event.buffer, 0), 0, 0)
+                if event.buffer in slots:
+                    subject = _relative(self.parameters[event.subject], class_index)
+                    rows += (event.code, subject, slots[event.buffer], 0, 0)
             else:
                 for found in self.subjects.get(event.subject, ()):
                     rows += (event.code, _relative(found, class_index), 0, 0, 0)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, int64 [micro_batch, sequence]
 
 DEFAULT_NAME = "python-stdlib"
+_OWN = torch.contiguous_format
 _STRETCH_BYTES = 64 * KIB
 _STRETCHES_PER_HELD_OUT = 20
 _LEFT_OUT = frozenset(("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"))
@@ -108,7 +109,8 @@ class Corpus:
 
     def _windows(self, starts: torch.Tensor) -> Batch:
         windows = self.text[starts[:, None] + torch.arange(self.sequence + 1)].long()  # [micro_batch, sequence + 1]
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        # One window would be contiguous as it is, and both would share its storage.
+        return windows[:, :-1].clone(memory_format=_OWN), windows[:, 1:].clone(memory_format=_OWN)
 
 
 def open_corpus(data: str, sequence: int) -> Corpus:
