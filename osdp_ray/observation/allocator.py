@@ -94,6 +94,7 @@ def _measure_cuda(memory: StepMemory) -> Iterator[StepMemory]:
 def _measure_cpu(memory: StepMemory, live_bytes: Callable[[], int]) -> Iterator[StepMemory]:
     from torch.profiler import ProfilerActivity, profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # below 6 every profile prints two lines to standard error
     gc.collect()  # buffers that only a cycle keeps alive would be freed within the step
     start_bytes = live_bytes()
     with _settled_collectives(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

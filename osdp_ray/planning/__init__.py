@@ -1,9 +1,9 @@
 """Stage 3: a Profile and a budget -> the Plan with the most samples per second that fits.
 
 For every micro-batch that divides the global batch: the menus, the integer program (`solve.py`), the plan written out
-position by position, the simulator's peak for it, and where that breaks the budget a tighter program again. Seconds
-per sample over the whole step decide between micro-batches. Micro-batches whose computing alone takes longer than the
-best plan so far are not solved.
+position by position, and the simulator's peak for it. Seconds per sample over the whole step decide between
+micro-batches; those whose computing alone takes longer than the best plan so far are not solved. A plan is called
+optimal where a program that can only underestimate the peak finds nothing faster.
 """
 
 import dataclasses
@@ -27,7 +27,9 @@ from osdp_ray.records.profile import Profile
 
 __all__ = ["plan"]
 
-_MAX_CUTS = 12
+_MAX_CUTS = 3
+_LIMIT_SLACK_FRACTION = 0.15  # how far above the budget the program's own, pessimistic peak is looked at
+_LIMIT_STEP_FRACTION = 0.01
 _MAX_FREE_MICRO_BATCH = 512
 _UNIFORM = {"DP": DP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 
@@ -98,7 +100,9 @@ def plan(
             if found is not None and (best is None or _better(found, best)):
                 best = found
     if best is None:
-        raise _infeasible(profile, shapes, budget_bytes)
+        best = _leanest(profile, *shapes[0])
+        if best.prediction.peak_bytes > budget_bytes:
+            raise _infeasible(profile, best.prediction, budget_bytes)
     return Plan(
         workload=profile.workload,
         workload_hash=profile.workload_hash,
@@ -201,29 +205,47 @@ def _problem(profile: Profile, micro_batch: int, accumulation: int) -> Problem:
 def _best_at(
     profile: Profile, micro_batch: int, accumulation: int, budget_bytes: int, tally: _Tally, best: _Candidate | None
 ) -> _Candidate | None:
-    """The fastest plan at one micro-batch; the program is tightened until the simulator agrees that it fits.
+    """The fastest plan at one micro-batch that is faster than the best so far.
 
-    Plans slower than the best so far are not looked for.
+    The program without neighbours is a lower bound: if its plan fits, it is proven best. Else the program with
+    neighbours is solved under limits between the budget and where the simulator agrees, by bisection.
     """
     problem = _problem(profile, micro_batch, accumulation)
     samples = micro_batch * accumulation * profile.num_ranks
     limit_s = samples / best.prediction.samples_per_s if best is not None else None
-    limit_bytes = budget_bytes
-    for _ in range(_MAX_CUTS):
-        solution = solve(problem, budget_bytes=limit_bytes, limit_s=limit_s)
+
+    def solve_under(program: Problem, limit_bytes: int) -> tuple[Solution | None, _Candidate | None]:
+        solution = solve(program, budget_bytes=limit_bytes, limit_s=limit_s)
         tally.count(solution)
         if solution is None:
-            return None
-        if limit_bytes == budget_bytes:
-            tally.bound_samples_per_s = max(tally.bound_samples_per_s, samples / solution.bound_s)
-        sections = _write_out(profile, problem, solution)
-        candidate = _candidate(profile, sections, micro_batch, accumulation)
-        excess_bytes = candidate.prediction.peak_bytes - budget_bytes
-        if excess_bytes <= 0:
-            return candidate
+            return None, None
+        sections = _write_out(profile, program, solution)
+        return solution, _candidate(profile, sections, micro_batch, accumulation)
+
+    solution, candidate = solve_under(problem.without_neighbours(), budget_bytes)
+    if solution is None or candidate is None:
+        return None
+    tally.bound_samples_per_s = max(tally.bound_samples_per_s, samples / solution.bound_s)
+    if candidate.prediction.peak_bytes <= budget_bytes:
+        return candidate
+    found: _Candidate | None = None
+    fits_bytes, breaks_bytes = 0, round(budget_bytes * (1 + _LIMIT_SLACK_FRACTION))
+    limit_bytes = budget_bytes
+    for _ in range(_MAX_CUTS):
+        _, candidate = solve_under(problem, limit_bytes)
         tally.num_cuts += 1
-        limit_bytes -= excess_bytes
-    return None
+        excess_bytes = 0 if candidate is None else candidate.prediction.peak_bytes - budget_bytes
+        if excess_bytes > 0:
+            breaks_bytes = limit_bytes
+            limit_bytes = (fits_bytes + breaks_bytes) // 2 if fits_bytes else limit_bytes - excess_bytes
+        else:
+            if candidate is not None and (found is None or _better(candidate, found)):
+                found = candidate
+            fits_bytes = limit_bytes
+            limit_bytes = (fits_bytes + breaks_bytes) // 2
+        if breaks_bytes - fits_bytes < _LIMIT_STEP_FRACTION * budget_bytes:
+            break
+    return found
 
 
 def _write_out(profile: Profile, problem: Problem, solution: Solution) -> tuple[SectionPlan, ...]:
@@ -238,19 +260,24 @@ def _write_out(profile: Profile, problem: Problem, solution: Solution) -> tuple[
     )
 
 
-def _infeasible(profile: Profile, shapes: list[tuple[int, int]], budget_bytes: int) -> InfeasibleError:
-    """The error with the smallest budget that fits, found with the smallest micro-batch."""
-    micro_batch, accumulation = shapes[0]
+def _leanest(profile: Profile, micro_batch: int, accumulation: int) -> _Candidate:
+    """The plan with the lowest peak at a micro-batch: of the program's and the uniform ones."""
     problem = _problem(profile, micro_batch, accumulation)
-    candidates = [_candidate(profile, _write_out(profile, problem, leanest(problem)), micro_batch, accumulation)]
-    for choice in CHOICES:
-        for recompute in RECOMPUTES:
-            sections = uniform_sections(profile, choice, recompute)
-            candidates.append(_candidate(profile, sections, micro_batch, accumulation))
-    leanest_one = min(candidates, key=lambda candidate: candidate.prediction.peak_bytes)
-    prediction = leanest_one.prediction
-    phase = max(prediction.peak_by_phase, key=lambda phase: prediction.peak_by_phase[phase])
-    return InfeasibleError(budget_bytes, prediction.peak_bytes, phase, _largest_operator(profile))
+    candidates = [
+        _candidate(profile, _write_out(profile, problem, leanest(problem)), micro_batch, accumulation),
+        *(
+            _candidate(profile, uniform_sections(profile, choice, recompute), micro_batch, accumulation)
+            for choice in CHOICES
+            for recompute in RECOMPUTES
+        ),
+    ]
+    return min(candidates, key=lambda candidate: candidate.prediction.peak_bytes)
+
+
+def _infeasible(profile: Profile, lean: Prediction, budget_bytes: int) -> InfeasibleError:
+    """The error with the smallest budget that fits, found with the smallest micro-batch."""
+    phase = max(lean.peak_by_phase, key=lambda phase: lean.peak_by_phase[phase])
+    return InfeasibleError(budget_bytes, lean.peak_bytes, phase, _largest_operator(profile))
 
 
 def _largest_operator(profile: Profile) -> str:

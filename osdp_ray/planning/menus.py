@@ -28,6 +28,7 @@ class Recipe:
     gradient_bytes     from its backward to the optimizer's step
     forward_bytes      highest in its forward, above the level before it
     backward_bytes     highest in its backward, above the level before it (its own kept bytes are below that level)
+    lone_forward_bytes, lone_backward_bytes  the same without neighbours, whose buffers only add to them
     """
 
     units: tuple[Unit, ...]
@@ -38,6 +39,12 @@ class Recipe:
     gradient_bytes: int
     forward_bytes: int
     backward_bytes: int
+    lone_forward_bytes: int
+    lone_backward_bytes: int
+
+    def without_neighbours(self) -> "Recipe":
+        """The same recipe as a lower bound: no buffer of a neighbour overlaps with its own."""
+        return dataclasses.replace(self, forward_bytes=self.lone_forward_bytes, backward_bytes=self.lone_backward_bytes)
 
     def section(self, name: str, *, is_block: bool) -> SectionPlan:
         return SectionPlan(name=name, is_block=is_block, recompute=self.recompute, units=self.units)
@@ -124,9 +131,10 @@ def _measure(profile: Profile, class_index: int, section: SectionPlan, micro_bat
     )
     shard_bytes = sum(size.shard_bytes for size in sizes)
     held_gradients = sum(size.gradient_bytes for size in sizes)
-    kept_bytes, forward_bytes, backward_bytes = _levels(
-        profile, class_index, section, micro_batch, accumulation, 0 if accumulation > 1 else held_gradients
-    )
+    gradient_bytes = 0 if accumulation > 1 else held_gradients
+    shape = (profile, class_index, section, micro_batch, accumulation, gradient_bytes)
+    kept_bytes, forward_bytes, backward_bytes = _levels(*shape, copies=3 if section.is_block else 1)
+    _, lone_forward_bytes, lone_backward_bytes = _levels(*shape, copies=1)
     return Recipe(
         units=section.units,
         recompute=section.recompute,
@@ -134,17 +142,25 @@ def _measure(profile: Profile, class_index: int, section: SectionPlan, micro_bat
         # Gradients of the first micro-batch stay through the second one.
         persistent_bytes=shard_bytes + state_bytes + (held_gradients if accumulation > 1 else 0),
         kept_bytes=kept_bytes,
-        gradient_bytes=0 if accumulation > 1 else held_gradients,
+        gradient_bytes=gradient_bytes,
         forward_bytes=forward_bytes,
         backward_bytes=backward_bytes,
+        lone_forward_bytes=min(lone_forward_bytes, forward_bytes),
+        lone_backward_bytes=min(lone_backward_bytes, backward_bytes),
     )
 
 
 def _levels(
-    profile: Profile, class_index: int, section: SectionPlan, micro_batch: int, accumulation: int, gradient_bytes: int
+    profile: Profile,
+    class_index: int,
+    section: SectionPlan,
+    micro_batch: int,
+    accumulation: int,
+    gradient_bytes: int,
+    *,
+    copies: int,
 ) -> tuple[int, int, int]:
-    """(kept, forward, backward) bytes of the section in the last micro-batch; see Recipe."""
-    copies = 3 if section.is_block else 1
+    """(kept, forward, backward) bytes of the middle of so many equal sections in the last micro-batch; see Recipe."""
     simulator = StepSimulator(profile, (section,) * copies, (class_index,) * copies)
     for _ in range(min(accumulation, 2)):
         forward, backward = simulator.play_micro_batch(micro_batch)

@@ -35,6 +35,7 @@ from osdp_ray.planning.menus import Recipe
 from osdp_ray.units import MIB
 
 TIME_LIMIT_S = 20.0
+LEANEST_GAP_FRACTION = 0.002
 _BIG = 1e-9  # preference for lean plans among equals, in seconds per MiB
 
 
@@ -46,6 +47,11 @@ class Problem:
     counts: tuple[int, ...]
     fixed_bytes: int
     step_bytes_per_gradient: float
+
+    def without_neighbours(self) -> "Problem":
+        """The same program with peaks that can only be too low."""
+        menus = tuple(tuple(recipe.without_neighbours() for recipe in menu) for menu in self.menus)
+        return dataclasses.replace(self, menus=menus)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,7 @@ def leanest(problem: Problem) -> Solution:
     """The counts with the lowest peak, whatever they take: the program with the budget as its objective."""
     model, counts = _program(problem, None)
     model.setObjective(model.variablesDict()["budget"])
-    solution = _run(model, counts, problem)
+    solution = _run(model, counts, problem, gap_fraction=LEANEST_GAP_FRACTION)
     if solution is None:
         raise SolverError("HiGHS", "it found no plan at all for an unlimited budget", "Please report this profile")
     return solution
@@ -146,8 +152,10 @@ def _memory_rows(
     model += persistent + (1 + problem.step_bytes_per_gradient) * gradients <= limit, "optimizer"
 
 
-def _run(model: pulp.LpProblem, counts: list[list[pulp.LpVariable]], problem: Problem) -> Solution | None:
-    name, solver = _solver()
+def _run(
+    model: pulp.LpProblem, counts: list[list[pulp.LpVariable]], problem: Problem, *, gap_fraction: float = 0.0
+) -> Solution | None:
+    name, solver = _solver(gap_fraction)
     started = time.perf_counter()
     try:
         with _silenced():
@@ -173,12 +181,12 @@ def _run(model: pulp.LpProblem, counts: list[list[pulp.LpVariable]], problem: Pr
     )
 
 
-def _solver() -> tuple[str, pulp.LpSolver]:
+def _solver(gap_fraction: float) -> tuple[str, pulp.LpSolver]:
     """HiGHS, or CBC where HiGHS is missing (or OSDP_SOLVER says so)."""
     wanted = os.environ.get("OSDP_SOLVER", "")
     candidates = {
-        "HiGHS": lambda: pulp.HiGHS(msg=False, timeLimit=TIME_LIMIT_S, gapRel=0.0),
-        "CBC": lambda: pulp.PULP_CBC_CMD(msg=False, timeLimit=TIME_LIMIT_S, gapRel=0.0),
+        "HiGHS": lambda: pulp.HiGHS(msg=False, timeLimit=TIME_LIMIT_S, gapRel=gap_fraction),
+        "CBC": lambda: pulp.PULP_CBC_CMD(msg=False, timeLimit=TIME_LIMIT_S, gapRel=gap_fraction),
     }
     if wanted and wanted not in candidates:
         raise SolverError(wanted, "OSDP_SOLVER names it and it is not known", f"Use one of {', '.join(candidates)}")
