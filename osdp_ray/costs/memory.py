@@ -36,7 +36,11 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SectionBytes:
-    """Levels around one section in one pass: live bytes before and after it, and the highest within."""
+    """One section in one pass: the level before and after it, and the highest live bytes within.
+
+    A level is what is live apart from buffers that pass with the neighbours: flat buffers of gathers and the input of
+    the last reduction.
+    """
 
     before_bytes: int
     peak_bytes: int
@@ -104,7 +108,8 @@ class StepSimulator:
         self.live = self.peak = self.section_peak = 0
         self.phase = "forward"
         self.peaks = dict.fromkeys(PHASES, 0)
-        self.held_flat = self.reduce_input = self.reduced_bytes = self.left_bytes = 0
+        self.held_flat = self.reduce_input = self.pending_bytes = 0
+        self.reduced_bytes = self.left_bytes = 0
         self.in_backward = False
         self.recompute_root: _Unit | None = None
         self.forward_order: list[_Unit] = []
@@ -141,6 +146,9 @@ class StepSimulator:
     def _free(self, num_bytes: int) -> None:
         self.live -= num_bytes
 
+    def _level(self) -> int:
+        return self.live - self.held_flat - self.reduce_input - self.pending_bytes
+
     def _enter_phase(self, phase: str) -> None:
         self.section_peak = max(self.section_peak, self.peak)
         self.peaks[self.phase] = max(self.peaks[self.phase], self.peak)
@@ -160,13 +168,19 @@ class StepSimulator:
         if unit.gathered:
             return
         sizes = unit.sizes
-        if not unit.pending:
-            self._alloc(sizes.flat_bytes)
-        unit.pending = False
+        self._gather_flat(unit)
         self._alloc(sizes.gathered_bytes)
         self._free(self.held_flat)  # a local of `wait_for_unshard` holds it until the copy out is done
         self.held_flat = sizes.flat_bytes
         unit.gathered = True
+
+    def _gather_flat(self, unit: _Unit) -> None:
+        """The flat buffer of a gather, unless it was gathered ahead."""
+        if unit.pending:
+            self.pending_bytes -= unit.sizes.flat_bytes
+            unit.pending = False
+        else:
+            self._alloc(unit.sizes.flat_bytes)
 
     def _after_forward(self, unit: _Unit, subject: int) -> None:
         if unit.phase == "before":
@@ -192,17 +206,17 @@ class StepSimulator:
             return
         unit.phase = "before"
         if not unit.gathered:
-            if not unit.pending:
-                self._alloc(unit.sizes.flat_bytes)
+            self._gather_flat(unit)
             self._alloc(unit.sizes.gathered_bytes)
             self._free(unit.sizes.flat_bytes)
-            unit.gathered, unit.pending = True, False
+            unit.gathered = True
         if unit.order:
             index = unit.order.pop()
             if index > 0:
                 ahead = self.forward_order[index - 1]
                 if not ahead.gathered and not ahead.pending:
                     self._alloc(ahead.sizes.flat_bytes)
+                    self.pending_bytes += ahead.sizes.flat_bytes
                     ahead.pending = True
 
     def _after_backward(self, unit: _Unit, subject: int) -> None:
@@ -246,6 +260,7 @@ class StepSimulator:
             for unit in units:
                 if unit.pending:
                     self._free(unit.sizes.flat_bytes)
+                    self.pending_bytes -= unit.sizes.flat_bytes
                     unit.pending = False
                 unit.order.clear()
                 unit.reset()
@@ -262,7 +277,7 @@ class StepSimulator:
         return self.by_operator[position].get(subject)
 
     def _play(self, position: int, micro_batch: int) -> SectionBytes:
-        before = self.live
+        before = self._level()
         self.peaks[self.phase] = max(self.peaks[self.phase], self.peak)
         self.peak = self.section_peak = self.live
         compiled = self.table.compiled(
@@ -287,7 +302,7 @@ class StepSimulator:
                 _HOOKS[code](self, unit, subject)
         self._hand_on(position, compiled)
         peak = max(self.section_peak, self.peak)
-        return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self.live)
+        return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self._level())
 
     def _end_forward(self) -> None:
         self._free(self.held_flat)

@@ -2,14 +2,14 @@
 
 For every micro-batch that divides the global batch: the menus, the integer program (`solve.py`), the plan written out
 position by position, and the simulator's peak for it. Seconds per sample over the whole step decide between
-micro-batches; those whose computing alone takes longer than the best plan so far are not solved. A plan is called
-optimal where a program that can only underestimate the peak finds nothing faster.
+micro-batches; those whose computing alone takes longer than the best plan so far are not solved. The program never
+overestimates a peak, so a plan of it that the simulator lets pass is optimal, and one that it does not adds cuts.
 """
 
 import dataclasses
 from collections.abc import Iterator
 
-from osdp_ray.costs import predict_sections
+from osdp_ray.costs import StepBytes, predict_sections, simulate_sections
 from osdp_ray.errors import InfeasibleError, UsageError
 from osdp_ray.planning.menus import (
     CHOICES,
@@ -17,19 +17,16 @@ from osdp_ray.planning.menus import (
     RECOMPUTES,
     ZERO2,
     ZERO3,
-    Recipe,
     build_menu,
     uniform_sections,
 )
-from osdp_ray.planning.solve import Problem, Solution, leanest, solve
+from osdp_ray.planning.solve import Cut, Problem, Solution, Stretch, leanest, solve
 from osdp_ray.records.plan import Alternative, Plan, Prediction, SectionPlan, SolverReport
 from osdp_ray.records.profile import Profile
 
 __all__ = ["plan"]
 
-_MAX_CUTS = 3
-_LIMIT_SLACK_FRACTION = 0.15  # how far above the budget the program's own, pessimistic peak is looked at
-_LIMIT_STEP_FRACTION = 0.01
+_MAX_SOLVES = 12
 _MAX_FREE_MICRO_BATCH = 512
 _UNIFORM = {"DP": DP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 
@@ -207,56 +204,72 @@ def _best_at(
 ) -> _Candidate | None:
     """The fastest plan at one micro-batch that is faster than the best so far.
 
-    The program without neighbours is a lower bound: if its plan fits, it is proven best. Else the program with
-    neighbours is solved under limits between the budget and where the simulator agrees, by bisection.
+    The program's rows are exact or too low, so the first of its plans that the simulator lets pass is the best one.
+    Each one that breaks the budget adds what it taught: the peaks at borders between stretches.
     """
     problem = _problem(profile, micro_batch, accumulation)
     samples = micro_batch * accumulation * profile.num_ranks
     limit_s = samples / best.prediction.samples_per_s if best is not None else None
-
-    def solve_under(program: Problem, limit_bytes: int) -> tuple[Solution | None, _Candidate | None]:
-        solution = solve(program, budget_bytes=limit_bytes, limit_s=limit_s)
+    limit_bytes, bound = budget_bytes, 0.0
+    for _ in range(_MAX_SOLVES):
+        solution = solve(problem, budget_bytes=limit_bytes, limit_s=limit_s)
         tally.count(solution)
         if solution is None:
-            return None, None
-        sections = _write_out(profile, program, solution)
-        return solution, _candidate(profile, sections, micro_batch, accumulation)
-
-    solution, candidate = solve_under(problem.without_neighbours(), budget_bytes)
-    if solution is None or candidate is None:
-        return None
-    tally.bound_samples_per_s = max(tally.bound_samples_per_s, samples / solution.bound_s)
-    if candidate.prediction.peak_bytes <= budget_bytes:
-        return candidate
-    found: _Candidate | None = None
-    fits_bytes, breaks_bytes = 0, round(budget_bytes * (1 + _LIMIT_SLACK_FRACTION))
-    limit_bytes = budget_bytes
-    for _ in range(_MAX_CUTS):
-        _, candidate = solve_under(problem, limit_bytes)
-        tally.num_cuts += 1
-        excess_bytes = 0 if candidate is None else candidate.prediction.peak_bytes - budget_bytes
-        if excess_bytes > 0:
-            breaks_bytes = limit_bytes
-            limit_bytes = (fits_bytes + breaks_bytes) // 2 if fits_bytes else limit_bytes - excess_bytes
-        else:
-            if candidate is not None and (found is None or _better(candidate, found)):
-                found = candidate
-            fits_bytes = limit_bytes
-            limit_bytes = (fits_bytes + breaks_bytes) // 2
-        if breaks_bytes - fits_bytes < _LIMIT_STEP_FRACTION * budget_bytes:
-            break
-    return found
+            if limit_bytes < budget_bytes:  # else it is proven that nothing faster fits
+                tally.bound_samples_per_s = max(tally.bound_samples_per_s, bound)
+            return None
+        recipes = _assign(profile, solution)
+        sections = _write_out(profile, problem, recipes)
+        held = simulate_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
+        fits = held.peak_bytes <= budget_bytes
+        if limit_bytes == budget_bytes:
+            bound = samples / solution.bound_s
+        if fits:
+            tally.bound_samples_per_s = max(tally.bound_samples_per_s, bound)
+            return _candidate(profile, sections, micro_batch, accumulation)
+        cuts = _cuts(held, recipes, budget_bytes - profile.calibration.peak_offset_bytes)
+        new = tuple(cut for cut in cuts if cut not in problem.cuts)
+        tally.num_cuts += len(new)
+        problem = dataclasses.replace(problem, cuts=problem.cuts + new)
+        if not new:  # what broke the budget is no border: nothing is left but to ask for less
+            limit_bytes -= held.peak_bytes - budget_bytes
+    tally.bound_samples_per_s = max(tally.bound_samples_per_s, bound)
+    return None
 
 
-def _write_out(profile: Profile, problem: Problem, solution: Solution) -> tuple[SectionPlan, ...]:
-    """Counts -> a plan for every section: along each class, recipes in their canonical order."""
-    queues: list[list[Recipe]] = [
-        [recipe for recipe, number in zip(menu, counts, strict=True) for _ in range(number)]
-        for menu, counts in zip(problem.menus, solution.counts, strict=True)
+def _cuts(held: StepBytes, recipes: list[Stretch], budget_bytes: int) -> list[Cut]:
+    """The borders whose peaks break the budget: where a section's neighbour in that pass is of another stretch."""
+    cuts = []
+    for in_backward, levels in ((False, held.forward), (True, held.backward)):
+        for position, level in enumerate(levels):
+            other = position + 1 if in_backward else position - 1
+            if level.peak_bytes <= budget_bytes or not 0 <= other < len(recipes):
+                continue
+            if recipes[other] != recipes[position]:
+                cuts.append(
+                    Cut(
+                        in_backward=in_backward,
+                        stretch=recipes[position],
+                        neighbour=recipes[other],
+                        num_bytes=level.peak_bytes - level.before_bytes,
+                    )
+                )
+    return cuts
+
+
+def _assign(profile: Profile, solution: Solution) -> list[Stretch]:
+    """Which recipe each section uses: along each class, recipes in their canonical order."""
+    queues = [
+        [(c, r) for r, number in enumerate(counts) for _ in range(number)] for c, counts in enumerate(solution.counts)
     ]
+    return [queues[section.class_index].pop(0) for section in profile.sections]
+
+
+def _write_out(profile: Profile, problem: Problem, recipes: list[Stretch]) -> tuple[SectionPlan, ...]:
+    """A plan for every section."""
     return tuple(
-        queues[section.class_index].pop(0).section(section.name, is_block=profile.classes[section.class_index].is_block)
-        for section in profile.sections
+        problem.menus[c][r].section(section.name, is_block=profile.classes[c].is_block)
+        for section, (c, r) in zip(profile.sections, recipes, strict=True)
     )
 
 
@@ -264,7 +277,9 @@ def _leanest(profile: Profile, micro_batch: int, accumulation: int) -> _Candidat
     """The plan with the lowest peak at a micro-batch: of the program's and the uniform ones."""
     problem = _problem(profile, micro_batch, accumulation)
     candidates = [
-        _candidate(profile, _write_out(profile, problem, leanest(problem)), micro_batch, accumulation),
+        _candidate(
+            profile, _write_out(profile, problem, _assign(profile, leanest(problem))), micro_batch, accumulation
+        ),
         *(
             _candidate(profile, uniform_sections(profile, choice, recompute), micro_batch, accumulation)
             for choice in CHOICES

@@ -1,13 +1,13 @@
 """The menu: every way to run a section of a class, with its bytes by lifetime and its seconds, dominated ones dropped.
 
-A recipe is one choice per operator and one way to recompute. Its bytes are read off the step simulator: the middle of
-three blocks of the same recipe for a block, the section itself for stem and head.
+A recipe is one choice per operator and one way to recompute. Its bytes are read off the step simulator, once between
+neighbours that hold nothing and once between neighbours of the same recipe.
 """
 
 import dataclasses
 import itertools
 
-from osdp_ray.costs import StepSimulator, section_seconds, table_of
+from osdp_ray.costs import SectionBytes, StepSimulator, section_seconds, table_of
 from osdp_ray.records.plan import Choice, SectionPlan, Unit
 from osdp_ray.records.profile import Profile, Recompute, SectionClass
 
@@ -21,14 +21,14 @@ _SMALL_FRACTION = 0.05  # operators below this share of their section's paramete
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One way to run the sections of a class.
+    """One way to run the sections of a class. Levels are those of costs.SectionBytes.
 
-    persistent_bytes   held between steps
-    kept_bytes         from its forward to its backward
-    gradient_bytes     from its backward to the optimizer's step
-    forward_bytes      highest in its forward, above the level before it
-    backward_bytes     highest in its backward, above the level before it (its own kept bytes are below that level)
-    lone_forward_bytes, lone_backward_bytes  the same without neighbours, whose buffers only add to them
+    persistent_bytes  held between steps
+    kept_bytes        what its forward adds to the level
+    gradient_bytes    what is left of it above the level after its backward
+    forward_bytes     highest in its forward, above the level before it, without any buffer of a neighbour
+    backward_bytes    the same of its backward (its own kept bytes are below that level)
+    inner_forward_bytes, inner_backward_bytes  the same between neighbours of the same recipe
     """
 
     units: tuple[Unit, ...]
@@ -39,12 +39,8 @@ class Recipe:
     gradient_bytes: int
     forward_bytes: int
     backward_bytes: int
-    lone_forward_bytes: int
-    lone_backward_bytes: int
-
-    def without_neighbours(self) -> "Recipe":
-        """The same recipe as a lower bound: no buffer of a neighbour overlaps with its own."""
-        return dataclasses.replace(self, forward_bytes=self.lone_forward_bytes, backward_bytes=self.lone_backward_bytes)
+    inner_forward_bytes: int
+    inner_backward_bytes: int
 
     def section(self, name: str, *, is_block: bool) -> SectionPlan:
         return SectionPlan(name=name, is_block=is_block, recompute=self.recompute, units=self.units)
@@ -131,10 +127,17 @@ def _measure(profile: Profile, class_index: int, section: SectionPlan, micro_bat
     )
     shard_bytes = sum(size.shard_bytes for size in sizes)
     held_gradients = sum(size.gradient_bytes for size in sizes)
-    gradient_bytes = 0 if accumulation > 1 else held_gradients
-    shape = (profile, class_index, section, micro_batch, accumulation, gradient_bytes)
-    kept_bytes, forward_bytes, backward_bytes = _levels(*shape, copies=3 if section.is_block else 1)
-    _, lone_forward_bytes, lone_backward_bytes = _levels(*shape, copies=1)
+    shape = (profile, class_index, section, micro_batch, accumulation)
+    forward, backward = _levels(*shape, inner=False)
+    kept_bytes = forward.after_bytes - forward.before_bytes
+    figures = (forward.peak_bytes - forward.before_bytes, backward.peak_bytes - backward.before_bytes)
+    inner = figures
+    if section.is_block:
+        inner_forward, inner_backward = _levels(*shape, inner=True)
+        inner = (
+            inner_forward.peak_bytes - inner_forward.before_bytes,
+            inner_backward.peak_bytes - inner_backward.before_bytes,
+        )
     return Recipe(
         units=section.units,
         recompute=section.recompute,
@@ -142,53 +145,77 @@ def _measure(profile: Profile, class_index: int, section: SectionPlan, micro_bat
         # Gradients of the first micro-batch stay through the second one.
         persistent_bytes=shard_bytes + state_bytes + (held_gradients if accumulation > 1 else 0),
         kept_bytes=kept_bytes,
-        gradient_bytes=gradient_bytes,
-        forward_bytes=forward_bytes,
-        backward_bytes=backward_bytes,
-        lone_forward_bytes=min(lone_forward_bytes, forward_bytes),
-        lone_backward_bytes=min(lone_backward_bytes, backward_bytes),
+        gradient_bytes=backward.after_bytes - backward.before_bytes + kept_bytes,
+        forward_bytes=figures[0],
+        backward_bytes=figures[1],
+        inner_forward_bytes=inner[0],
+        inner_backward_bytes=inner[1],
     )
 
 
 def _levels(
-    profile: Profile,
-    class_index: int,
-    section: SectionPlan,
-    micro_batch: int,
-    accumulation: int,
-    gradient_bytes: int,
-    *,
-    copies: int,
-) -> tuple[int, int, int]:
-    """(kept, forward, backward) bytes of the middle of so many equal sections in the last micro-batch; see Recipe."""
-    simulator = StepSimulator(profile, (section,) * copies, (class_index,) * copies)
+    profile: Profile, class_index: int, section: SectionPlan, micro_batch: int, accumulation: int, *, inner: bool
+) -> tuple[SectionBytes, SectionBytes]:
+    """The section's forward and backward in the last micro-batch, between neighbours of its recipe or without units.
+
+    Neighbours without units keep what passes between sections right, and add nothing of their own.
+    """
+    sections: tuple[SectionPlan, ...] = (section,) * 3
+    classes: tuple[int, ...] = (class_index,) * 3
+    middle = 1
+    if not inner:
+        sections, classes, middle = _among_neighbours(profile, class_index, section)
+    simulator = StepSimulator(profile, sections, classes)
     for _ in range(min(accumulation, 2)):
         forward, backward = simulator.play_micro_batch(micro_batch)
-    middle = copies // 2
-    start = forward[0].before_bytes
-    kept = forward[middle].after_bytes - forward[middle].before_bytes
-    before_forward = start + middle * kept
-    before_backward = start + (middle + 1) * kept + (copies - middle - 1) * gradient_bytes
-    return kept, forward[middle].peak_bytes - before_forward, backward[middle].peak_bytes - before_backward
+    return forward[middle], backward[middle]
+
+
+def _among_neighbours(
+    profile: Profile, class_index: int, section: SectionPlan
+) -> tuple[tuple[SectionPlan, ...], tuple[int, ...], int]:
+    """(sections, classes, position): the section with the ones before and after it in the model, without units."""
+    members = [p for p, described in enumerate(profile.sections) if described.class_index == class_index]
+    position = members[len(members) // 2]
+    chosen = range(max(0, position - 1), min(len(profile.sections), position + 2))
+    sections, classes = [], []
+    for neighbour in chosen:
+        index = profile.sections[neighbour].class_index
+        is_block = profile.classes[index].is_block
+        recompute = section.recompute if is_block and section.is_block else "none"
+        empty = SectionPlan(name="", is_block=is_block, recompute=recompute, units=())
+        sections.append(section if neighbour == position else empty)
+        classes.append(index)
+    return tuple(sections), tuple(classes), position - chosen.start
 
 
 def _undominated(recipes: list[Recipe]) -> tuple[Recipe, ...]:
     """The Pareto frontier; of recipes with equal figures the one with the fewest units stays."""
-    figures = {
-        index: (
-            recipe.seconds,
-            recipe.persistent_bytes,
-            recipe.kept_bytes,
-            recipe.gradient_bytes,
-            recipe.forward_bytes,
-            recipe.backward_bytes,
-        )
-        for index, recipe in enumerate(recipes)
-    }
-    order = sorted(figures, key=lambda index: (figures[index], len(recipes[index].units)))
-    kept: list[int] = []
-    for index in order:
-        mine = figures[index]
-        if not any(all(a <= b for a, b in zip(figures[other], mine, strict=True)) for other in kept):
-            kept.append(index)
-    return tuple(sorted((recipes[index] for index in kept), key=lambda recipe: recipe.order))
+    order = sorted(recipes, key=lambda recipe: (_figures(recipe), len(recipe.units)))
+    kept: list[tuple[float, ...]] = []
+    frontier = []
+    for recipe in order:
+        mine = _figures(recipe)
+        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in kept):
+            kept.append(mine)
+            frontier.append(recipe)
+    return tuple(sorted(frontier, key=lambda recipe: recipe.order))
+
+
+def _figures(recipe: Recipe) -> tuple[float, ...]:
+    """What a section of this recipe takes of time, and of memory at every moment of a step.
+
+    Bytes held always count in every moment, so a recipe that holds more always and less in between is dominated
+    where the sums are.
+    """
+    always, kept = recipe.persistent_bytes, recipe.persistent_bytes + recipe.kept_bytes
+    return (
+        recipe.seconds,
+        always,
+        kept,
+        always + recipe.gradient_bytes,
+        always + recipe.forward_bytes,
+        kept + recipe.backward_bytes,
+        always + recipe.inner_forward_bytes,
+        kept + recipe.inner_backward_bytes,
+    )

@@ -30,6 +30,8 @@ def recipe(seconds, *, persistent=0, kept=0, gradient=0, forward=0, backward=0):
         gradient_bytes=gradient * MIB,
         forward_bytes=forward * MIB,
         backward_bytes=backward * MIB,
+        inner_forward_bytes=forward * MIB,
+        inner_backward_bytes=backward * MIB,
     )
 
 
