@@ -9,7 +9,7 @@ order along the model: classes by first appearance, recipes by Recipe.order.
     minimize sum n[g] * seconds[g]
     subject to
       (all_c)       sum over g of c of n[g] = num[c]
-      (used_g)      n[g] <= num[c] * used[g]
+      (used_g)      used[g] <= n[g] <= num[c] * used[g]
       (many_g)      n[g] <= used[g] + (num[c] - 1) * many[g]
 
 and, with the levels after the forward and before the backward of stretch g,
@@ -138,6 +138,7 @@ class _Program:
                 used = self.used[c, r] = self.model.add_variable(f"used_{c}_{r}", cat="Binary")
                 many = self.many[c, r] = self.model.add_variable(f"many_{c}_{r}", cat="Binary")
                 self.model += n <= num * used, f"used_{c}_{r}_row"
+                self.model += used <= n, f"unused_{c}_{r}_row"  # else an empty stretch could part two neighbours
                 self.model += n <= used + (num - 1) * many, f"many_{c}_{r}_row"
             self.model += pulp.lpSum(self.n[c, r] for r in range(len(menu))) == num, f"all_{c}"
 
