@@ -83,11 +83,17 @@ def test_a_run_trains_within_its_budget_as_predicted(roomy):
     }
 
 
-def test_a_tight_budget_gives_another_plan_that_keeps_it_and_the_same_losses(workload, roomy, leanest_bytes, tmp_path):
-    summary = train(workload, tmp_path, budget_bytes=int(leanest_bytes * 1.05))
-    assert_within_budget_and_prediction(summary)
-    assert Plan.load(tmp_path / "plan-0.json").decisions != Plan.load(roomy[0] / "plan-0.json").decisions
-    assert losses(tmp_path) == pytest.approx(losses(roomy[0]), rel=1e-4)
+def test_three_budgets_give_three_plans_that_keep_them_and_the_same_losses(workload, roomy, leanest_bytes, tmp_path):
+    decisions = [Plan.load(roomy[0] / "plan-0.json").decisions]
+    half_bytes = (leanest_bytes + roomy[1].predicted_peak_bytes) // 2
+    for name, budget_bytes in (("half", half_bytes), ("tight", int(leanest_bytes * 1.02))):
+        out = tmp_path / name
+        out.mkdir()
+        summary = train(workload, out, budget_bytes=budget_bytes)
+        assert_within_budget_and_prediction(summary)
+        assert losses(out) == pytest.approx(losses(roomy[0]), rel=1e-4)
+        decisions.append(Plan.load(out / "plan-0.json").decisions)
+    assert len(set(decisions)) == 3
 
 
 def test_a_budget_below_the_leanest_plan_names_the_one_that_would_fit(workload, leanest_bytes, tmp_path):
