@@ -119,6 +119,7 @@ class _Program:
         self.limit = self.model.add_variable("budget", 0) if limit_mib is None else limit_mib
         self._add_counts()
         self._add_levels()
+        self._add_used_sums()
         for index, stretch in enumerate(self.stretches):
             self._add_rows(index, stretch)
         for number, cut in enumerate(problem.cuts):
@@ -170,6 +171,16 @@ class _Program:
             self.kept.append(kept)
             self.level.append(level)
 
+    def _add_used_sums(self) -> None:
+        """How many stretches are used up to each one, so that those between two are a difference of two variables."""
+        self.used_sum: list[pulp.LpVariable | int] = [0]
+        if not self.problem.cuts:
+            return
+        for index, stretch in enumerate(self.stretches, 1):
+            total = self.model.add_variable(f"used_sum_{index}", 0)
+            self.model += total == self.used_sum[-1] + self.used[stretch], f"used_sum_{index}_row"
+            self.used_sum.append(total)
+
     def _add_rows(self, index: int, stretch: Stretch) -> None:
         c, r = stretch
         recipe, used = self.problem.menus[c][r], self.used[stretch]
@@ -190,8 +201,8 @@ class _Program:
     def _add_cut(self, number: int, cut: Cut) -> None:
         """The row of a border: in forward `neighbour` runs before `stretch`, in backward too, so it lies behind it."""
         index, other = self.stretches.index(cut.stretch), self.stretches.index(cut.neighbour)
-        between = self.stretches[min(index, other) + 1 : max(index, other)]
-        meets = self.used[cut.stretch] + self.used[cut.neighbour] - 1 - pulp.lpSum(self.used[g] for g in between)
+        between = self.used_sum[max(index, other)] - self.used_sum[min(index, other) + 1]
+        meets = self.used[cut.stretch] + self.used[cut.neighbour] - 1 - between
         recipe = self.problem.menus[cut.stretch[0]][cut.stretch[1]]
         own_bytes = recipe.backward_bytes if cut.in_backward else recipe.forward_bytes
         level = self.level[index + 1] if cut.in_backward else self.kept[index]
