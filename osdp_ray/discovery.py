@@ -5,6 +5,7 @@ task that runs there and reads NVML. Where the cluster has a GPU, only GPUs are 
 """
 
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -44,6 +45,9 @@ def connect(address: str | None, *, num_workers: int | None, timeout_s: float = 
     """
     if ray.is_initialized():
         return
+    # An actor handle of an earlier session that dies only now would end the actor of the same number in this one:
+    # Ray numbers actors anew in every session.
+    gc.collect()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local":
         _start_embedded(num_workers)

@@ -1,5 +1,6 @@
 """One computing thread, a quiet profiler, and no test that depends on how many cores the machine has."""
 
+import gc
 import os
 import sys
 
@@ -16,3 +17,9 @@ def one_torch_thread():
     """Workspaces of CPU kernels grow with the threads; a worker computes with one."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_actor_handle_of_another_ray():
+    """A handle that dies in a later Ray ends the actor of the same number there."""
+    gc.collect()
