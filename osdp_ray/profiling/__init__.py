@@ -40,7 +40,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         group = opening.result()
     try:
         largest_bytes = max(section_class.parameter_bytes for section_class in traced.structure.classes)
-        links = measure_links(group, largest_bytes=min(max(largest_bytes, MIB), 64 * MIB))
+        links = measure_links(group, largest_bytes=min(max(largest_bytes, 4 * MIB), 64 * MIB))
         copy_bytes_per_s = measure_copy(group)
         arguments = (workload, traced.structure, _MICRO_BATCHES, cluster.device_kind, _COMPUTE_LIMIT_S)
         compute = group.run(measure_compute, *arguments)

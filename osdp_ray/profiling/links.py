@@ -109,12 +109,12 @@ def measured_sizes(largest_bytes: int) -> tuple[int, ...]:
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
     """latency_s, bytes_per_s and residual_fraction of the line that follows the points best, in relative terms.
 
-    Of all lines through two of the points, or through one with latency 0 or with no cost per byte, it is the one with
-    the least sum of |log(line / point)|. A far point, slow or fast, moves such a line little, unlike least squares.
-    `seconds` are positive.
+    Of all rising lines through two of the points, or through one with latency 0, it is the one with the least sum of
+    |log(line / point)|. A far point, slow or fast, moves such a line little, unlike least squares. A line with no cost
+    per byte is no link, however well it follows points that noise has scattered. `seconds` are positive.
     """
     points = list(zip(sizes, seconds, strict=True))
-    lines = [(0.0, taken_s / size) for size, taken_s in points] + [(taken_s, 0.0) for _, taken_s in points]
+    lines = [(0.0, taken_s / size) for size, taken_s in points]
     for (size, taken_s), (other_size, other_s) in itertools.combinations(points, 2):
         if size != other_size:
             s_per_byte = (other_s - taken_s) / (other_size - size)
@@ -123,7 +123,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
     def ratios(line: tuple[float, float]) -> list[float]:
         return [(line[0] + line[1] * size) / taken_s for size, taken_s in points]
 
-    possible = [line for line in lines if line[0] >= 0 and line[1] >= 0]
+    possible = [line for line in lines if line[0] >= 0 and line[1] > 0]
     best = min(possible, key=lambda line: math.fsum(abs(math.log(ratio)) for ratio in ratios(line)))
     latency_s, s_per_byte = best
     bytes_per_s = 1 / s_per_byte if s_per_byte * FREE_BYTES_PER_S > 1 else FREE_BYTES_PER_S

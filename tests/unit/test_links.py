@@ -59,8 +59,8 @@ def test_a_fit_never_has_a_negative_latency_or_bandwidth():
 
     assert slower_per_byte_when_large[0] == 0.0
     assert slower_per_byte_when_large[1] > 0
-    assert faster_when_large[0] == 2e-3
-    assert faster_when_large[1] == FREE_BYTES_PER_S
+    assert faster_when_large[0] == 0.0
+    assert 0 < faster_when_large[1] < FREE_BYTES_PER_S, "a link without a cost per byte"
 
 
 def test_in_node_and_cross_node_groups_are_measured_only_where_they_differ_from_the_world():
