@@ -2,7 +2,8 @@
 run all ask here.
 """
 
-from osdp_ray.costs.memory import SectionBytes, StepBytes, StepSimulator, simulate_bytes, simulate_sections
+from osdp_ray.costs.levels import SectionBytes, StepBytes
+from osdp_ray.costs.memory import StepSimulator, simulate_bytes, simulate_sections
 from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.seconds import SectionSeconds, section_seconds, step_seconds
 from osdp_ray.costs.units import UnitBytes

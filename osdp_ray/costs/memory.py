@@ -13,12 +13,11 @@ torch 2.13 runs them without streams (`torch.distributed.fsdp._fully_shard`):
                      gradients copied into it and freed, the reduced shard allocated
 """
 
-import dataclasses
 from collections.abc import Callable
 
+from osdp_ray.costs.levels import PHASES, PlayedUnit, SectionBytes, StepBytes
 from osdp_ray.costs.programs import RUN, TAKE, Pass, table_of
-from osdp_ray.costs.units import UnitBytes
-from osdp_ray.records.plan import Choice, Plan, SectionPlan
+from osdp_ray.records.plan import Plan, SectionPlan
 from osdp_ray.records.profile import (
     ENTER,
     EXIT,
@@ -31,67 +30,6 @@ from osdp_ray.records.profile import (
     Profile,
 )
 
-PHASES = ("forward", "loss", "backward", "optimizer")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SectionBytes:
-    """One section in one pass: the level before and after it, and the highest live bytes within.
-
-    A level is what is live apart from buffers that pass with the neighbours: flat buffers of gathers and the input of
-    the last reduction.
-    """
-
-    before_bytes: int
-    peak_bytes: int
-    after_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """What one step holds. `forward[i]` and `backward[i]` belong to the plan's section i (of the last micro-batch)."""
-
-    persistent_bytes: int
-    peak_by_phase: dict[str, int]
-    forward: tuple[SectionBytes, ...]
-    backward: tuple[SectionBytes, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.peak_by_phase.values())
-
-
-class _Unit:
-    """A unit while a step is played."""
-
-    __slots__ = (
-        "all_reduces",
-        "exits",
-        "first",
-        "gathered",
-        "gradient_bytes",
-        "has_shard_gradient",
-        "last",
-        "num_modules",
-        "order",
-        "pending",
-        "phase",
-        "regather",
-        "sizes",
-    )
-
-    def __init__(self, sizes: UnitBytes, choice: Choice, *, num_modules: int) -> None:
-        self.sizes, self.regather, self.num_modules = sizes, choice.regather, num_modules
-        self.all_reduces = choice.shard_over != "world"
-        self.gathered = self.pending = self.has_shard_gradient = False
-        self.order: list[int] = []  # positions in the order of forward
-        self.reset()
-
-    def reset(self) -> None:
-        self.exits = self.gradient_bytes = 0
-        self.first = self.last = -3  # the operators that ran first and last, whose hooks run in backward
-        self.phase = "idle"  # idle, before (backward has begun), after
-
 
 class StepSimulator:
     """Plays steps of the sections given; `simulate_bytes` is the way in for whole plans."""
@@ -100,8 +38,8 @@ class StepSimulator:
         self.profile, self.sections, self.class_indices = profile, sections, class_indices
         self.table = table_of(profile)
         self.scatter_copies = profile.backend == "gloo"  # its reduce-scatter works on a copy of its input
-        self.units: list[list[_Unit]] = []
-        self.by_operator: list[dict[int, _Unit]] = []
+        self.units: list[list[PlayedUnit]] = []
+        self.by_operator: list[dict[int, PlayedUnit]] = []
         for section, class_index in zip(sections, class_indices, strict=True):
             self._add_units(section, class_index)
         self.section_of_class = {class_index: position for position, class_index in enumerate(class_indices)}
@@ -111,19 +49,19 @@ class StepSimulator:
         self.held_flat = self.reduce_input = self.pending_bytes = 0
         self.reduced_bytes = self.left_bytes = 0
         self.in_backward = False
-        self.recompute_root: _Unit | None = None
-        self.forward_order: list[_Unit] = []
+        self.recompute_root: PlayedUnit | None = None
+        self.forward_order: list[PlayedUnit] = []
         self.outputs: list[dict[int, int]] = [{} for _ in sections]
         self.gradient_outputs: list[dict[int, int]] = [{} for _ in sections]
 
     def _add_units(self, section: SectionPlan, class_index: int) -> None:
         section_class = self.profile.classes[class_index]
         index_of = {operator.name: index for index, operator in enumerate(section_class.operators)}
-        units: list[_Unit] = []
-        by_operator: dict[int, _Unit] = {}
+        units: list[PlayedUnit] = []
+        by_operator: dict[int, PlayedUnit] = {}
         for position, planned in enumerate(section.units):
             at_door = section.is_block and position == 0
-            unit = _Unit(
+            unit = PlayedUnit(
                 self.table.unit_bytes(class_index, planned),
                 planned.choice,
                 num_modules=1 if at_door else len(planned.modules),
@@ -156,7 +94,7 @@ class StepSimulator:
 
     # -- what FSDP2 does
 
-    def _before_forward(self, unit: _Unit, subject: int) -> None:
+    def _before_forward(self, unit: PlayedUnit, subject: int) -> None:
         if unit.phase == "before":
             return  # recomputed while its backward runs: already gathered
         if unit.exits == unit.num_modules:  # the forward of recomputation
@@ -174,7 +112,7 @@ class StepSimulator:
         self.held_flat = sizes.flat_bytes
         unit.gathered = True
 
-    def _gather_flat(self, unit: _Unit) -> None:
+    def _gather_flat(self, unit: PlayedUnit) -> None:
         """The flat buffer of a gather, unless it was gathered ahead."""
         if unit.pending:
             self.pending_bytes -= unit.sizes.flat_bytes
@@ -182,7 +120,7 @@ class StepSimulator:
         else:
             self._alloc(unit.sizes.flat_bytes)
 
-    def _after_forward(self, unit: _Unit, subject: int) -> None:
+    def _after_forward(self, unit: PlayedUnit, subject: int) -> None:
         if unit.phase == "before":
             return
         unit.exits += 1
@@ -201,7 +139,7 @@ class StepSimulator:
         unit.order.append(len(self.forward_order))
         self.forward_order.append(unit)
 
-    def _before_backward(self, unit: _Unit, subject: int) -> None:
+    def _before_backward(self, unit: PlayedUnit, subject: int) -> None:
         if unit.phase == "before" or subject != unit.last:
             return
         unit.phase = "before"
@@ -219,7 +157,7 @@ class StepSimulator:
                     self.pending_bytes += ahead.sizes.flat_bytes
                     ahead.pending = True
 
-    def _after_backward(self, unit: _Unit, subject: int) -> None:
+    def _after_backward(self, unit: PlayedUnit, subject: int) -> None:
         if subject != unit.first:
             return
         sizes = unit.sizes
@@ -268,7 +206,7 @@ class StepSimulator:
 
     # -- one section, one pass
 
-    def _unit(self, position: int, subject: int) -> _Unit | None:
+    def _unit(self, position: int, subject: int) -> PlayedUnit | None:
         if subject >= FOREIGN:
             owner, subject = divmod(subject, FOREIGN)
             if owner - 1 not in self.section_of_class:
@@ -368,7 +306,7 @@ class StepSimulator:
         return forward, backward
 
 
-_HOOKS: dict[int, Callable[[StepSimulator, _Unit, int], None]] = {
+_HOOKS: dict[int, Callable[[StepSimulator, PlayedUnit, int], None]] = {
     ENTER: StepSimulator._before_forward,
     EXIT: StepSimulator._after_forward,
     PRE_BACKWARD: StepSimulator._before_backward,

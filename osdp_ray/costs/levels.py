@@ -1,0 +1,67 @@
+"""What the step simulator keeps while it plays, and the levels that it finds."""
+
+import dataclasses
+
+from osdp_ray.costs.units import UnitBytes
+from osdp_ray.records.plan import Choice
+
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SectionBytes:
+    """One section in one pass: the level before and after it, and the highest live bytes within.
+
+    A level is what is live apart from buffers that pass with the neighbours: flat buffers of gathers and the input of
+    the last reduction.
+    """
+
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What one step holds. `forward[i]` and `backward[i]` belong to the plan's section i (of the last micro-batch)."""
+
+    persistent_bytes: int
+    peak_by_phase: dict[str, int]
+    forward: tuple[SectionBytes, ...]
+    backward: tuple[SectionBytes, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peak_by_phase.values())
+
+
+class PlayedUnit:
+    """A unit while a step is played."""
+
+    __slots__ = (
+        "all_reduces",
+        "exits",
+        "first",
+        "gathered",
+        "gradient_bytes",
+        "has_shard_gradient",
+        "last",
+        "num_modules",
+        "order",
+        "pending",
+        "phase",
+        "regather",
+        "sizes",
+    )
+
+    def __init__(self, sizes: UnitBytes, choice: Choice, *, num_modules: int) -> None:
+        self.sizes, self.regather, self.num_modules = sizes, choice.regather, num_modules
+        self.all_reduces = choice.shard_over != "world"
+        self.gathered = self.pending = self.has_shard_gradient = False
+        self.order: list[int] = []  # positions in the order of forward
+        self.reset()
+
+    def reset(self) -> None:
+        self.exits = self.gradient_bytes = 0
+        self.first = self.last = -3  # the operators that ran first and last, whose hooks run in backward
+        self.phase = "idle"  # idle, before (backward has begun), after
