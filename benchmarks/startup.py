@@ -26,7 +26,7 @@ def main() -> None:
     flags = parse_flags(__doc__ or "")
     num_workers, num_runs = (1, 1) if flags.quick else (2, 3)
     runs = [run_job(num_workers) for _ in range(num_runs)]
-    plan_s = [run_plan(runs[0]["profile"]) for _ in range(3 if flags.quick else 7)]
+    plan_s = [run_plan(runs[0]["profile"]) for _ in range(1 if flags.quick else 7)]
     loaded = run_plan_imports(runs[0]["profile"])
     stages = list(runs[0]["stage_s"])
     rows = [(f"{stage}", spread([run["stage_s"][stage] for run in runs])) for stage in stages]
