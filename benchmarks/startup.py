@@ -19,13 +19,14 @@ from osdp_ray.schema import format_table
 from osdp_ray.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB = ["jobs/train_gpt.py", "--memory-budget", "24MiB", "--steps", "1", "--max-replans", "0", "--num-workers"]
+JOB = ["jobs/train_gpt.py", "--memory-budget", "24MiB", "--steps", "1", "--max-replans", "0"]
 
 
 def main() -> None:
     flags = parse_flags(__doc__ or "")
-    num_workers, num_runs = (1, 1) if flags.quick else (2, 3)
-    runs = [run_job(num_workers) for _ in range(num_runs)]
+    num_runs = 1 if flags.quick else 3
+    size = ["--num-workers", "1", "--layers", "2"] if flags.quick else ["--num-workers", "2"]
+    runs = [run_job(size) for _ in range(num_runs)]
     plan_s = [run_plan(runs[0]["profile"]) for _ in range(1 if flags.quick else 7)]
     loaded = run_plan_imports(runs[0]["profile"])
     stages = list(runs[0]["stage_s"])
@@ -49,13 +50,13 @@ def main() -> None:
     )
 
 
-def run_job(num_workers: int) -> dict:
+def run_job(size: list[str]) -> dict:
     """One job of one step: seconds by stage, seconds to the first step's end, peak bytes of its process tree."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         started = time.time()
         process = subprocess.Popen(
-            [sys.executable, *JOB, str(num_workers), "--out", str(out)],
+            [sys.executable, *JOB, *size, "--out", str(out)],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
