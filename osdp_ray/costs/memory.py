@@ -169,7 +169,7 @@ class StepSimulator:
             return
         sizes = unit.sizes
         self._gather_flat(unit)
-        self._alloc(sizes.gathered_bytes)
+        self._copy_out(unit)
         self._free(self.held_flat)  # a local of `wait_for_unshard` holds it until the copy out is done
         self.held_flat = sizes.flat_bytes
         unit.gathered = True
@@ -180,7 +180,15 @@ class StepSimulator:
             self.pending_bytes -= unit.sizes.flat_bytes
             unit.pending = False
         else:
-            self._alloc(unit.sizes.flat_bytes)
+            self._alloc_flat(unit)
+
+    def _alloc_flat(self, unit: _Unit) -> None:
+        self._alloc(unit.sizes.flat_bytes)
+        self.peak = max(self.peak, self.live + unit.sizes.cast_bytes)
+
+    def _copy_out(self, unit: _Unit) -> None:
+        self.peak = max(self.peak, self.live + unit.sizes.copy_peak_bytes)
+        self._alloc(unit.sizes.gathered_bytes)
 
     def _after_forward(self, unit: _Unit, subject: int) -> None:
         if unit.phase == "before":
@@ -207,7 +215,7 @@ class StepSimulator:
         unit.phase = "before"
         if not unit.gathered:
             self._gather_flat(unit)
-            self._alloc(unit.sizes.gathered_bytes)
+            self._copy_out(unit)
             self._free(unit.sizes.flat_bytes)
             unit.gathered = True
         if unit.order:
@@ -215,7 +223,7 @@ class StepSimulator:
             if index > 0:
                 ahead = self.forward_order[index - 1]
                 if not ahead.gathered and not ahead.pending:
-                    self._alloc(ahead.sizes.flat_bytes)
+                    self._alloc_flat(ahead)
                     self.pending_bytes += ahead.sizes.flat_bytes
                     ahead.pending = True
 

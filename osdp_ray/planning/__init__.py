@@ -104,6 +104,7 @@ def plan(
         workload=profile.workload,
         workload_hash=profile.workload_hash,
         ranks_per_node=profile.ranks_per_node,
+        precision=profile.precision,
         budget_bytes=budget_bytes,
         global_batch=best.micro_batch * best.accumulation * profile.num_ranks,
         micro_batch=best.micro_batch,

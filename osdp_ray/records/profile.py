@@ -13,6 +13,7 @@ from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_seconds
 
 Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16"]  # bf16: parameters stay as they are, computed with in bf16, reduced in fp32
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 GroupKind = Literal["node", "across", "world"]
 
@@ -186,6 +187,7 @@ class Profile(Record):
     backend: Literal["nccl", "gloo", "fake"]
     device_memory_bytes: int
     ranks_per_node: tuple[int, ...]
+    precision: Precision
     classes: tuple[SectionClass, ...]
     sections: tuple[Section, ...]
     traces: tuple[SectionTrace, ...]
