@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from osdp_ray.costs.programs import RUN, TAKE, Pass, table_of
 from osdp_ray.costs.units import UnitBytes
-from osdp_ray.records.plan import Choice, Plan, SectionPlan
+from osdp_ray.records.plan import Choice, Plan, SectionPlan, Synchronise
 from osdp_ray.records.profile import (
     ENTER,
     EXIT,
@@ -68,6 +68,7 @@ class _Unit:
         "all_reduces",
         "exits",
         "first",
+        "full_gradient_bytes",
         "gathered",
         "gradient_bytes",
         "has_shard_gradient",
@@ -84,6 +85,7 @@ class _Unit:
         self.sizes, self.regather, self.num_modules = sizes, choice.regather, num_modules
         self.all_reduces = choice.shard_over != "world"
         self.gathered = self.pending = self.has_shard_gradient = False
+        self.full_gradient_bytes = 0  # whole gradients that wait for a micro-batch that synchronises
         self.order: list[int] = []  # positions in the order of forward
         self.reset()
 
@@ -111,6 +113,7 @@ class StepSimulator:
         self.held_flat = self.reduce_input = self.pending_bytes = 0
         self.reduced_bytes = self.left_bytes = 0
         self.in_backward = False
+        self.synchronises = True
         self.recompute_root: _Unit | None = None
         self.forward_order: list[_Unit] = []
         self.outputs: list[dict[int, int]] = [{} for _ in sections]
@@ -232,9 +235,18 @@ class StepSimulator:
             return
         sizes = unit.sizes
         unit.phase = "after"
+        if unit.full_gradient_bytes:
+            self._free(unit.gradient_bytes)  # added to what waits
+            unit.gradient_bytes = 0
         if unit.gathered:
             self._free(sizes.gathered_bytes)
             unit.gathered = False
+        if not self.synchronises:
+            self._keep_whole_gradients(unit)
+            return
+        unit.gradient_bytes += unit.full_gradient_bytes
+        last_bytes = sizes.last_full_gradient_bytes if unit.full_gradient_bytes else sizes.last_gradient_bytes
+        unit.full_gradient_bytes = 0
         self._free(self.reduce_input)
         self.reduce_input = 0
         if not unit.gradient_bytes:
@@ -242,7 +254,7 @@ class StepSimulator:
         self._alloc(sizes.reduce_bytes)
         self.reduce_input = sizes.reduce_bytes
         self.peak = max(self.peak, self.live + sizes.padding_copy_bytes)
-        held_bytes = min(sizes.last_gradient_bytes, unit.gradient_bytes)  # a loop variable of `foreach_reduce` holds it
+        held_bytes = min(last_bytes, unit.gradient_bytes)  # a loop variable of `foreach_reduce` holds it
         self._free(unit.gradient_bytes - held_bytes)
         unit.gradient_bytes = 0
         self._alloc(sizes.gradient_bytes)
@@ -255,6 +267,16 @@ class StepSimulator:
             else:
                 self._free(sizes.gradient_bytes)
         unit.has_shard_gradient = True
+
+    def _keep_whole_gradients(self, unit: _Unit) -> None:
+        """Gradients that are not reduced yet wait in the type of the reduction, cast one by one."""
+        if not unit.full_gradient_bytes:
+            sizes, gradient_bytes = unit.sizes, unit.gradient_bytes
+            unit.full_gradient_bytes = round(gradient_bytes * sizes.full_per_gradient)
+            if unit.full_gradient_bytes != gradient_bytes:
+                self._alloc(unit.full_gradient_bytes)
+                self._free(gradient_bytes)
+        unit.gradient_bytes = 0
 
     def _end_backward(self) -> None:
         for units in [self.units[0], *self.units[1:]]:
@@ -329,7 +351,11 @@ class StepSimulator:
         unit = self._unit(position, operator)
         if unit is None and operator < FOREIGN:
             unit = self.by_operator[position].get(SECTION)
-        if unit is not None:
+        if unit is None:
+            return
+        if unit.full_gradient_bytes and unit.sizes.full_per_gradient == 1:
+            self._free(num_bytes)  # autograd adds it to the gradient that is there
+        else:
             unit.gradient_bytes += num_bytes
 
     def _hand_on(self, position: int, compiled: Pass) -> None:
@@ -352,8 +378,11 @@ class StepSimulator:
 
     # -- a step
 
-    def play_micro_batch(self, micro_batch: int) -> tuple[list[SectionBytes], list[SectionBytes]]:
-        """Forward and backward of one micro-batch; levels by section."""
+    def play_micro_batch(
+        self, micro_batch: int, *, synchronises: bool = True
+    ) -> tuple[list[SectionBytes], list[SectionBytes]]:
+        """Forward and backward of one micro-batch, gradients reduced at its end or not; levels by section."""
+        self.synchronises = synchronises
         batch_bytes = micro_batch * self.profile.batch_bytes_per_sample
         self._enter_phase("forward")
         self._alloc(batch_bytes)
@@ -386,11 +415,22 @@ _HOOKS: dict[int, Callable[[StepSimulator, _Unit, int], None]] = {
 
 def simulate_bytes(profile: Profile, plan: Plan) -> StepBytes:
     """Plays one step of a plan (not the first one: optimizer state is there). Bytes of the rank that holds the most."""
-    return simulate_sections(profile, plan.sections, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
+    return simulate_sections(
+        profile,
+        plan.sections,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        synchronise=plan.synchronise,
+    )
 
 
 def simulate_sections(
-    profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batch: int, accumulation: int
+    profile: Profile,
+    sections: tuple[SectionPlan, ...],
+    *,
+    micro_batch: int,
+    accumulation: int,
+    synchronise: Synchronise = "every",
 ) -> StepBytes:
     """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
     class_indices = tuple(section.class_index for section in profile.sections)
@@ -404,8 +444,11 @@ def simulate_sections(
     )
     persistent = sum(size.shard_bytes for size in sizes) + state + profile.buffer_bytes
     simulator.live = simulator.peak = persistent
-    for _ in range(min(accumulation, 2)):
-        forward, backward = simulator.play_micro_batch(micro_batch)
+    rounds = min(accumulation, 2 if synchronise == "every" else 3)  # later ones repeat the ones before
+    for number in range(1, rounds + 1):
+        forward, backward = simulator.play_micro_batch(
+            micro_batch, synchronises=synchronise == "every" or number == rounds
+        )
     simulator._enter_phase("optimizer")
     trainable = sum(size.gradient_bytes for size in sizes)
     largest = max((size.largest_trainable_bytes for size in sizes), default=0)

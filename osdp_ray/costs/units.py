@@ -18,6 +18,8 @@ class UnitBytes:
     reduce_bytes    input of the gradient reduction
     gradient_bytes  its output, the gradient held until the optimizer's step
     last_gradient_bytes  the whole gradient of the last parameter; where they are scattered it outlives the others
+    last_full_gradient_bytes  the same in the type of the reduction
+    full_per_gradient    bytes of a gradient in the type of the reduction per byte of one as it is computed
     padding_copy_bytes   copies that the scatter makes of gradients whose first dimension does not divide by the group
     """
 
@@ -32,6 +34,8 @@ class UnitBytes:
     num_trainable: int
     largest_trainable_bytes: int
     last_gradient_bytes: int
+    last_full_gradient_bytes: int
+    full_per_gradient: float
     padding_copy_bytes: int
 
 
@@ -75,6 +79,8 @@ def unit_bytes(
         num_trainable=len(trainable),
         largest_trainable_bytes=max((parameter.shard_bytes(size) for parameter in trainable), default=0),
         last_gradient_bytes=last.numel * (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last and size > 1 else 0,
+        last_full_gradient_bytes=last.num_bytes if last and size > 1 else 0,
+        full_per_gradient=last.itemsize_bytes / (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last else 1.0,
         padding_copy_bytes=sum(computed(p) * size for p in trainable if p.shape and p.shape[0] % size),
     )
 

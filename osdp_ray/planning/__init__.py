@@ -109,6 +109,7 @@ def plan(
         global_batch=best.micro_batch * best.accumulation * profile.num_ranks,
         micro_batch=best.micro_batch,
         accumulation=best.accumulation,
+        synchronise="every",
         sections=best.sections,
         prediction=best.prediction,
         alternatives=tuple(alternative for alternative, _ in uniform),
