@@ -26,7 +26,7 @@ from osdp_ray.records.profile import Recompute, SectionTrace
 from osdp_ray.workload import Workload
 
 _MICRO_BATCHES = (2, 3)
-RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
