@@ -2,7 +2,7 @@
 
 Backends without streams (gloo on CPU) run gathers and scatters between the computations, so a step is the sum:
 
-    accumulation * sum over sections (forward + backward [+ forward again if recomputed] + its units' collectives)
+    accumulation * sum over sections (forward + backward [+ what is recomputed] + its units' collectives)
     + optimizer
 
 A unit's collectives per micro-batch: a gather before forward and, if it was freed, one before backward; then a
@@ -39,8 +39,7 @@ def section_seconds(profile: Profile, class_index: int, section: SectionPlan, mi
     table = table_of(profile)
     forward_s = cost.forward_s(micro_batch) * factor
     backward_s = cost.backward_s(micro_batch) * factor
-    if section.recompute == "full":
-        backward_s += forward_s
+    backward_s += cost.recompute_s(section.recompute, micro_batch) * factor
     gather_s = reduce_s = optimizer_s = 0.0
     for unit in section.units:
         sizes = table.unit_bytes(class_index, unit)

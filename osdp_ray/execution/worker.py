@@ -7,7 +7,8 @@ Order of one optimizer step, which `costs.simulate_step` mirrors:
     one all-reduce of [sum of losses, stop, replan]
 
 Gradients synchronise in every micro-batch, or in the last one where the plan says so; FSDP2 averages them over ranks.
-The all-reduce makes the loss the mean over the global batch and the driver's command common, so that all ranks end at the same step.
+The all-reduce makes the loss the mean over the global batch and the driver's command common, so that all ranks end at
+the same step.
 """
 
 import contextlib

@@ -134,13 +134,23 @@ class OptimizerCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeCost:
-    """Seconds of a class's forward and backward (recomputation apart): `constant_s + micro_batch * s_per_sample`."""
+    """Seconds of a class's forward and backward: `constant_s + micro_batch * s_per_sample`.
+
+    Recomputation comes on top of backward: `selective` as measured, the whole forward again for 'full'.
+    """
 
     class_index: int
     forward_constant_s: float
     forward_s_per_sample: float
     backward_constant_s: float
     backward_s_per_sample: float
+    selective_constant_s: float
+    selective_s_per_sample: float
+
+    def recompute_s(self, recompute: Recompute, micro_batch: int) -> float:
+        if recompute == "selective":
+            return self.selective_constant_s + self.selective_s_per_sample * micro_batch
+        return self.forward_s(micro_batch) if recompute == "full" else 0.0
 
     def forward_s(self, micro_batch: int) -> float:
         return self.forward_constant_s + self.forward_s_per_sample * micro_batch
