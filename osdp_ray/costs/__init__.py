@@ -4,6 +4,7 @@ run all ask here.
 
 from typing import TypedDict
 
+from osdp_ray.costs.ledger import Holding, PhasePeak, explain_peaks, peak_table
 from osdp_ray.costs.memory import SectionBytes, StepBytes, StepSimulator, simulate_bytes, simulate_sections
 from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.seconds import SectionSeconds, section_seconds, step_seconds
@@ -12,11 +13,15 @@ from osdp_ray.records.plan import Plan, Prediction, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 __all__ = [
+    "Holding",
+    "PhasePeak",
     "SectionBytes",
     "SectionSeconds",
     "StepBytes",
     "StepSimulator",
     "UnitBytes",
+    "explain_peaks",
+    "peak_table",
     "predict",
     "predict_sections",
     "section_seconds",

@@ -319,8 +319,7 @@ class StepSimulator:
         )
         for code, subject, first, second in compiled.steps:
             if code == RUN:
-                self.peak = max(self.peak, self.live + second)
-                self.live += first
+                self._run(first, second)
             elif code == TAKE:
                 self._free(self._take(position, subject))
             elif code == GRADIENT:
@@ -333,6 +332,10 @@ class StepSimulator:
         self._hand_on(position, compiled)
         peak = max(self.section_peak, self.peak)
         return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self._level())
+
+    def _run(self, net: int, peak: int) -> None:
+        self.peak = max(self.peak, self.live + peak)
+        self.live += net
 
     def _end_forward(self) -> None:
         self._free(self.held_flat)
@@ -435,14 +438,13 @@ def simulate_sections(
     """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
     class_indices = tuple(section.class_index for section in profile.sections)
     simulator = StepSimulator(profile, sections, class_indices)
-    sizes = [unit.sizes for units in simulator.units for unit in units]
-    optimizer = profile.optimizer
-    state = sum(
-        round(size.gradient_bytes * optimizer.state_bytes_per_byte)
-        + size.num_trainable * optimizer.state_bytes_per_tensor
-        for size in sizes
-    )
-    persistent = sum(size.shard_bytes for size in sizes) + state + profile.buffer_bytes
+    return play_step(simulator, micro_batch, accumulation, synchronise)
+
+
+def play_step(simulator: StepSimulator, micro_batch: int, accumulation: int, synchronise: Synchronise) -> StepBytes:
+    """Plays a whole step, the optimizer's too, on a fresh simulator of a whole model."""
+    profile = simulator.profile
+    persistent = persistent_bytes(simulator)
     simulator.live = simulator.peak = persistent
     rounds = min(accumulation, 2 if synchronise == "every" else 3)  # later ones repeat the ones before
     for number in range(1, rounds + 1):
@@ -450,8 +452,10 @@ def simulate_sections(
             micro_batch, synchronises=synchronise == "every" or number == rounds
         )
     simulator._enter_phase("optimizer")
+    sizes = [unit.sizes for units in simulator.units for unit in units]
     trainable = sum(size.gradient_bytes for size in sizes)
     largest = max((size.largest_trainable_bytes for size in sizes), default=0)
+    optimizer = profile.optimizer
     simulator._alloc(round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total))
     simulator._enter_phase("optimizer")
     offset = profile.calibration.peak_offset_bytes
@@ -461,3 +465,14 @@ def simulate_sections(
         forward=tuple(forward),
         backward=tuple(backward),
     )
+
+
+def persistent_bytes(simulator: StepSimulator) -> int:
+    """What a rank holds between steps: shards, optimizer state and buffers."""
+    optimizer = simulator.profile.optimizer
+    total = simulator.profile.buffer_bytes
+    for units in simulator.units:
+        for unit in units:
+            total += unit.sizes.shard_bytes + round(unit.sizes.gradient_bytes * optimizer.state_bytes_per_byte)
+            total += unit.sizes.num_trainable * optimizer.state_bytes_per_tensor
+    return total
