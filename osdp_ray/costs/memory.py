@@ -236,6 +236,8 @@ class StepSimulator:
         sizes = unit.sizes
         unit.phase = "after"
         if unit.full_gradient_bytes:
+            if self.profile.device_kind == "cpu" and unit.gradient_bytes:
+                self.peak = max(self.peak, self.live + sizes.accumulate_peak_bytes)
             self._free(unit.gradient_bytes)  # added to what waits
             unit.gradient_bytes = 0
         if unit.gathered:

@@ -19,6 +19,8 @@ class UnitBytes:
     gradient_bytes  its output, the gradient held until the optimizer's step
     last_gradient_bytes  the whole gradient of the last parameter; where they are scattered it outlives the others
     last_full_gradient_bytes  the same in the type of the reduction
+    accumulate_peak_bytes  highest while gradients are added one by one to those that wait in another type, above the
+                         level before: a CPU casts each one first
     full_per_gradient    bytes of a gradient in the type of the reduction per byte of one as it is computed
     padding_copy_bytes   copies that the scatter makes of gradients whose first dimension does not divide by the group
     """
@@ -35,6 +37,7 @@ class UnitBytes:
     largest_trainable_bytes: int
     last_gradient_bytes: int
     last_full_gradient_bytes: int
+    accumulate_peak_bytes: int
     full_per_gradient: float
     padding_copy_bytes: int
 
@@ -80,6 +83,7 @@ def unit_bytes(
         largest_trainable_bytes=max((parameter.shard_bytes(size) for parameter in trainable), default=0),
         last_gradient_bytes=last.numel * (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last and size > 1 else 0,
         last_full_gradient_bytes=last.num_bytes if last and size > 1 else 0,
+        accumulate_peak_bytes=_accumulate_peak(trainable, _COMPUTE_BYTES[precision]),
         full_per_gradient=last.itemsize_bytes / (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last else 1.0,
         padding_copy_bytes=sum(computed(p) * size for p in trainable if p.shape and p.shape[0] % size),
     )
@@ -95,4 +99,14 @@ def _copy_peak(sizes: list[int], casts: list[int]) -> int:
         highest = max(highest, done + before + cast, done + cast + num_bytes)
         done += num_bytes
         before = cast
+    return highest
+
+
+def _accumulate_peak(parameters: list[Parameter], compute_bytes: int) -> int:
+    if not compute_bytes:
+        return 0
+    highest = freed = 0
+    for parameter in parameters:
+        highest = max(highest, parameter.num_bytes - freed)
+        freed += parameter.numel * compute_bytes
     return highest
