@@ -1,10 +1,11 @@
-"""The command line: osdp discover | profile | plan | train. Every verb reads the earlier one's file.
+"""The command line: osdp discover | profile | plan | explain | train. Every verb reads the earlier one's file.
 
 Records go to `--out`, tables (or JSON with `--json`) to standard output, progress and errors to standard error. What a
 user can mend is one line and exit code 2; a run stopped by a signal exits with 128 + its number.
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -72,6 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--micro-batch", type=int, help="samples per rank and pass; default: the best one")
     _add_output_flags(plan)
 
+    explain = verbs.add_parser("explain", help="why a plan's memory is what it is")
+    explain.add_argument("plan", help="plan.json, as 'osdp plan --out' writes it")
+    explain.add_argument("--profile", required=True, help="the profile.json that it was made from")
+    explain.add_argument("--memory", action="store_true", help="the peak of every phase and who holds it (default)")
+    explain.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
     train = verbs.add_parser("train", help="discover, profile, plan, run, watch, and plan again")
     _add_workload(train)
     _add_cluster_flags(train)
@@ -109,7 +116,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _dispatch(options: argparse.Namespace) -> int:
-    verbs = {"discover": _discover, "profile": _profile, "plan": _plan, "train": _train}
+    verbs = {"discover": _discover, "profile": _profile, "plan": _plan, "explain": _explain, "train": _train}
     return verbs[options.verb](options)
 
 
@@ -147,6 +154,23 @@ def _plan(options: argparse.Namespace) -> int:
         ),
         options,
     )
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from osdp_ray.costs import explain_peaks, peak_table
+    from osdp_ray.errors import PlanMismatchError
+    from osdp_ray.records.plan import Plan
+    from osdp_ray.records.profile import Profile
+
+    plan, profile = Plan.load(options.plan), Profile.load(options.profile)
+    if plan.workload_hash != profile.workload_hash:
+        raise PlanMismatchError("workload", plan.workload_hash, profile.workload_hash)
+    peaks = explain_peaks(profile, plan)
+    if options.json:
+        _write(json.dumps([dataclasses.asdict(peak) for peak in peaks], indent=1))
+    else:
+        _write(peak_table(peaks, plan.budget_bytes))
     return 0
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from osdp_ray.records.profile import Precision
+
 _BUILT_IN = {"gpt": "osdp_ray.workloads.gpt:gpt"}
 
 
@@ -26,6 +28,7 @@ class Workload:
     """
 
     name: str = "workload"
+    precision: "Precision" = "fp32"  # 'bf16': compute in bf16, keep parameters and reduce gradients in fp32
 
     def settings(self) -> dict[str, Any]:
         """JSON-ready settings that identify this workload (sizes, data); they go into its hash."""
@@ -72,7 +75,8 @@ class Workload:
             source = inspect.getsource(kind)
         except (OSError, TypeError):
             source = ""
-        text = json.dumps([kind.__module__, kind.__qualname__, self.settings(), source], sort_keys=True)
+        identity = [kind.__module__, kind.__qualname__, self.precision, self.settings(), source]
+        text = json.dumps(identity, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

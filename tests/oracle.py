@@ -19,7 +19,7 @@ from osdp_ray.execution.apply import parallelize
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.planning.menus import uniform_sections
 from osdp_ray.profiling.trace import Trace
-from osdp_ray.records.plan import Choice, Plan, Prediction, SectionPlan, SolverReport, Unit
+from osdp_ray.records.plan import Choice, Plan, Prediction, SectionPlan, SolverReport, Synchronise, Unit
 from osdp_ray.records.profile import Calibration, ComputeCost, LinkCost, OptimizerCost, Profile
 from osdp_ray.workload import Workload
 
@@ -62,6 +62,8 @@ def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[i
             forward_s_per_sample=2e-3,
             backward_constant_s=2e-3,
             backward_s_per_sample=4e-3,
+            selective_constant_s=2e-4,
+            selective_s_per_sample=4e-4,
         )
         for index in range(len(traced.structure.classes))
     )
@@ -78,6 +80,7 @@ def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[i
         backend="fake",
         device_memory_bytes=1 << 34,
         ranks_per_node=ranks_per_node,
+        precision=workload.precision,
         classes=traced.structure.classes,
         sections=traced.structure.sections,
         traces=traced.traces,
@@ -91,7 +94,14 @@ def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[i
     )
 
 
-def make_plan(profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batch: int, accumulation: int) -> Plan:
+def make_plan(
+    profile: Profile,
+    sections: tuple[SectionPlan, ...],
+    *,
+    micro_batch: int,
+    accumulation: int,
+    synchronise: Synchronise = "every",
+) -> Plan:
     """A plan with these decisions and no prediction worth reading."""
     nothing = Prediction(
         peak_bytes=1,
@@ -105,10 +115,12 @@ def make_plan(profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batc
         workload=profile.workload,
         workload_hash=profile.workload_hash,
         ranks_per_node=profile.ranks_per_node,
+        precision=profile.precision,
         budget_bytes=1,
         global_batch=micro_batch * accumulation * profile.num_ranks,
         micro_batch=micro_batch,
         accumulation=accumulation,
+        synchronise=synchronise,
         sections=sections,
         prediction=nothing,
         alternatives=(),
@@ -146,7 +158,7 @@ def random_sections(profile: Profile, rng: random.Random) -> tuple[SectionPlan, 
             )
             for choice, indices in members.items()
         )
-        recompute = rng.choice(("none", "full")) if section_class.is_block else "none"
+        recompute = rng.choice(("none", "selective", "full")) if section_class.is_block else "none"
         sections.append(
             SectionPlan(name=section.name, is_block=section_class.is_block, recompute=recompute, units=units)
         )
@@ -167,7 +179,9 @@ def measure(workload: Workload, plan: Plan, *, num_steps: int = 2) -> Truth:
             gc.collect()  # Python keeps buffers of the last step alive until then
             persistent = _persistent_bytes(model, optimizer)
             with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-                for _ in range(plan.accumulation):
+                for number in range(1, plan.accumulation + 1):
+                    if plan.synchronise == "last":
+                        model.set_requires_gradient_sync(number == plan.accumulation)
                     batch = next(batches)
                     loss = workload.loss(model, batch)
                     (loss / plan.accumulation).backward()

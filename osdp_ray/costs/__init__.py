@@ -2,20 +2,28 @@
 run all ask here.
 """
 
+from typing import TypedDict
+
+from osdp_ray.costs.ledger import Holding, PhasePeak, explain_peaks, peak_table
 from osdp_ray.costs.levels import SectionBytes, StepBytes
-from osdp_ray.costs.memory import StepSimulator, simulate_bytes, simulate_sections
+from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.seconds import SectionSeconds, section_seconds, step_seconds
+from osdp_ray.costs.steps import simulate_bytes, simulate_sections
 from osdp_ray.costs.units import UnitBytes
-from osdp_ray.records.plan import Plan, Prediction, SectionPlan
+from osdp_ray.records.plan import Plan, Prediction, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 __all__ = [
+    "Holding",
+    "PhasePeak",
     "SectionBytes",
     "SectionSeconds",
     "StepBytes",
     "StepSimulator",
     "UnitBytes",
+    "explain_peaks",
+    "peak_table",
     "predict",
     "predict_sections",
     "section_seconds",
@@ -26,17 +34,35 @@ __all__ = [
 ]
 
 
+class _Shape(TypedDict):
+    micro_batch: int
+    accumulation: int
+    synchronise: Synchronise
+
+
 def predict(profile: Profile, plan: Plan) -> Prediction:
     """What a plan costs by this profile: the peak of the rank that holds the most, and the seconds of a step."""
-    return predict_sections(profile, plan.sections, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
+    return predict_sections(
+        profile,
+        plan.sections,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        synchronise=plan.synchronise,
+    )
 
 
 def predict_sections(
-    profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batch: int, accumulation: int
+    profile: Profile,
+    sections: tuple[SectionPlan, ...],
+    *,
+    micro_batch: int,
+    accumulation: int,
+    synchronise: Synchronise = "every",
 ) -> Prediction:
     """The same for decisions that are not in a plan yet; `sections` are those of the profile, in its order."""
-    held = simulate_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
-    phases = step_seconds(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
+    shape: _Shape = {"micro_batch": micro_batch, "accumulation": accumulation, "synchronise": synchronise}
+    held = simulate_sections(profile, sections, **shape)
+    phases = step_seconds(profile, sections, **shape)
     step_s = sum(phases.values())
     return Prediction(
         peak_bytes=held.peak_bytes,

@@ -42,6 +42,7 @@ class PlayedUnit:
         "all_reduces",
         "exits",
         "first",
+        "full_gradient_bytes",
         "gathered",
         "gradient_bytes",
         "has_shard_gradient",
@@ -58,6 +59,7 @@ class PlayedUnit:
         self.sizes, self.regather, self.num_modules = sizes, choice.regather, num_modules
         self.all_reduces = choice.shard_over != "world"
         self.gathered = self.pending = self.has_shard_gradient = False
+        self.full_gradient_bytes = 0  # whole gradients that wait for a micro-batch that synchronises
         self.order: list[int] = []  # positions in the order of forward
         self.reset()
 

@@ -15,9 +15,9 @@ torch 2.13 runs them without streams (`torch.distributed.fsdp._fully_shard`):
 
 from collections.abc import Callable
 
-from osdp_ray.costs.levels import PHASES, PlayedUnit, SectionBytes, StepBytes
+from osdp_ray.costs.levels import PHASES, PlayedUnit, SectionBytes
 from osdp_ray.costs.programs import RUN, TAKE, Pass, table_of
-from osdp_ray.records.plan import Plan, SectionPlan
+from osdp_ray.records.plan import SectionPlan
 from osdp_ray.records.profile import (
     ENTER,
     EXIT,
@@ -49,6 +49,7 @@ class StepSimulator:
         self.held_flat = self.reduce_input = self.pending_bytes = 0
         self.reduced_bytes = self.left_bytes = 0
         self.in_backward = False
+        self.synchronises = True
         self.recompute_root: PlayedUnit | None = None
         self.forward_order: list[PlayedUnit] = []
         self.outputs: list[dict[int, int]] = [{} for _ in sections]
@@ -107,7 +108,7 @@ class StepSimulator:
             return
         sizes = unit.sizes
         self._gather_flat(unit)
-        self._alloc(sizes.gathered_bytes)
+        self._copy_out(unit)
         self._free(self.held_flat)  # a local of `wait_for_unshard` holds it until the copy out is done
         self.held_flat = sizes.flat_bytes
         unit.gathered = True
@@ -118,7 +119,15 @@ class StepSimulator:
             self.pending_bytes -= unit.sizes.flat_bytes
             unit.pending = False
         else:
-            self._alloc(unit.sizes.flat_bytes)
+            self._alloc_flat(unit)
+
+    def _alloc_flat(self, unit: PlayedUnit) -> None:
+        self._alloc(unit.sizes.flat_bytes)
+        self.peak = max(self.peak, self.live + unit.sizes.cast_bytes)
+
+    def _copy_out(self, unit: PlayedUnit) -> None:
+        self.peak = max(self.peak, self.live + unit.sizes.copy_peak_bytes)
+        self._alloc(unit.sizes.gathered_bytes)
 
     def _after_forward(self, unit: PlayedUnit, subject: int) -> None:
         if unit.phase == "before":
@@ -145,7 +154,7 @@ class StepSimulator:
         unit.phase = "before"
         if not unit.gathered:
             self._gather_flat(unit)
-            self._alloc(unit.sizes.gathered_bytes)
+            self._copy_out(unit)
             self._free(unit.sizes.flat_bytes)
             unit.gathered = True
         if unit.order:
@@ -153,7 +162,7 @@ class StepSimulator:
             if index > 0:
                 ahead = self.forward_order[index - 1]
                 if not ahead.gathered and not ahead.pending:
-                    self._alloc(ahead.sizes.flat_bytes)
+                    self._alloc_flat(ahead)
                     self.pending_bytes += ahead.sizes.flat_bytes
                     ahead.pending = True
 
@@ -162,9 +171,20 @@ class StepSimulator:
             return
         sizes = unit.sizes
         unit.phase = "after"
+        if unit.full_gradient_bytes:
+            if self.profile.device_kind == "cpu" and unit.gradient_bytes:
+                self.peak = max(self.peak, self.live + sizes.accumulate_peak_bytes)
+            self._free(unit.gradient_bytes)  # added to what waits
+            unit.gradient_bytes = 0
         if unit.gathered:
             self._free(sizes.gathered_bytes)
             unit.gathered = False
+        if not self.synchronises:
+            self._keep_whole_gradients(unit)
+            return
+        unit.gradient_bytes += unit.full_gradient_bytes
+        last_bytes = sizes.last_full_gradient_bytes if unit.full_gradient_bytes else sizes.last_gradient_bytes
+        unit.full_gradient_bytes = 0
         self._free(self.reduce_input)
         self.reduce_input = 0
         if not unit.gradient_bytes:
@@ -172,7 +192,7 @@ class StepSimulator:
         self._alloc(sizes.reduce_bytes)
         self.reduce_input = sizes.reduce_bytes
         self.peak = max(self.peak, self.live + sizes.padding_copy_bytes)
-        held_bytes = min(sizes.last_gradient_bytes, unit.gradient_bytes)  # a loop variable of `foreach_reduce` holds it
+        held_bytes = min(last_bytes, unit.gradient_bytes)  # a loop variable of `foreach_reduce` holds it
         self._free(unit.gradient_bytes - held_bytes)
         unit.gradient_bytes = 0
         self._alloc(sizes.gradient_bytes)
@@ -185,6 +205,16 @@ class StepSimulator:
             else:
                 self._free(sizes.gradient_bytes)
         unit.has_shard_gradient = True
+
+    def _keep_whole_gradients(self, unit: PlayedUnit) -> None:
+        """Gradients that are not reduced yet wait in the type of the reduction, cast one by one."""
+        if not unit.full_gradient_bytes:
+            sizes, gradient_bytes = unit.sizes, unit.gradient_bytes
+            unit.full_gradient_bytes = round(gradient_bytes * sizes.full_per_gradient)
+            if unit.full_gradient_bytes != gradient_bytes:
+                self._alloc(unit.full_gradient_bytes)
+                self._free(gradient_bytes)
+        unit.gradient_bytes = 0
 
     def _end_backward(self) -> None:
         for units in [self.units[0], *self.units[1:]]:
@@ -227,8 +257,7 @@ class StepSimulator:
         )
         for code, subject, first, second in compiled.steps:
             if code == RUN:
-                self.peak = max(self.peak, self.live + second)
-                self.live += first
+                self._run(first, second)
             elif code == TAKE:
                 self._free(self._take(position, subject))
             elif code == GRADIENT:
@@ -241,6 +270,10 @@ class StepSimulator:
         self._hand_on(position, compiled)
         peak = max(self.section_peak, self.peak)
         return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self._level())
+
+    def _run(self, net: int, peak: int) -> None:
+        self.peak = max(self.peak, self.live + peak)
+        self.live += net
 
     def _end_forward(self) -> None:
         self._free(self.held_flat)
@@ -259,7 +292,11 @@ class StepSimulator:
         unit = self._unit(position, operator)
         if unit is None and operator < FOREIGN:
             unit = self.by_operator[position].get(SECTION)
-        if unit is not None:
+        if unit is None:
+            return
+        if unit.full_gradient_bytes and unit.sizes.full_per_gradient == 1:
+            self._free(num_bytes)  # autograd adds it to the gradient that is there
+        else:
             unit.gradient_bytes += num_bytes
 
     def _hand_on(self, position: int, compiled: Pass) -> None:
@@ -282,8 +319,11 @@ class StepSimulator:
 
     # -- a step
 
-    def play_micro_batch(self, micro_batch: int) -> tuple[list[SectionBytes], list[SectionBytes]]:
-        """Forward and backward of one micro-batch; levels by section."""
+    def play_micro_batch(
+        self, micro_batch: int, *, synchronises: bool = True
+    ) -> tuple[list[SectionBytes], list[SectionBytes]]:
+        """Forward and backward of one micro-batch, gradients reduced at its end or not; levels by section."""
+        self.synchronises = synchronises
         batch_bytes = micro_batch * self.profile.batch_bytes_per_sample
         self._enter_phase("forward")
         self._alloc(batch_bytes)
@@ -312,39 +352,3 @@ _HOOKS: dict[int, Callable[[StepSimulator, PlayedUnit, int], None]] = {
     PRE_BACKWARD: StepSimulator._before_backward,
     POST_BACKWARD: StepSimulator._after_backward,
 }
-
-
-def simulate_bytes(profile: Profile, plan: Plan) -> StepBytes:
-    """Plays one step of a plan (not the first one: optimizer state is there). Bytes of the rank that holds the most."""
-    return simulate_sections(profile, plan.sections, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
-
-
-def simulate_sections(
-    profile: Profile, sections: tuple[SectionPlan, ...], *, micro_batch: int, accumulation: int
-) -> StepBytes:
-    """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
-    class_indices = tuple(section.class_index for section in profile.sections)
-    simulator = StepSimulator(profile, sections, class_indices)
-    sizes = [unit.sizes for units in simulator.units for unit in units]
-    optimizer = profile.optimizer
-    state = sum(
-        round(size.gradient_bytes * optimizer.state_bytes_per_byte)
-        + size.num_trainable * optimizer.state_bytes_per_tensor
-        for size in sizes
-    )
-    persistent = sum(size.shard_bytes for size in sizes) + state + profile.buffer_bytes
-    simulator.live = simulator.peak = persistent
-    for _ in range(min(accumulation, 2)):
-        forward, backward = simulator.play_micro_batch(micro_batch)
-    simulator._enter_phase("optimizer")
-    trainable = sum(size.gradient_bytes for size in sizes)
-    largest = max((size.largest_trainable_bytes for size in sizes), default=0)
-    simulator._alloc(round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total))
-    simulator._enter_phase("optimizer")
-    offset = profile.calibration.peak_offset_bytes
-    return StepBytes(
-        persistent_bytes=persistent,
-        peak_by_phase={phase: peak + offset for phase, peak in simulator.peaks.items()},
-        forward=tuple(forward),
-        backward=tuple(backward),
-    )

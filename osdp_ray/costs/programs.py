@@ -57,7 +57,9 @@ class Table:
     def unit_bytes(self, class_index: int, unit: Unit) -> UnitBytes:
         key = (class_index, unit)
         if key not in self._units:
-            self._units[key] = unit_bytes(self.profile.classes[class_index], unit, self.profile.ranks_per_node)
+            self._units[key] = unit_bytes(
+                self.profile.classes[class_index], unit, self.profile.ranks_per_node, self.profile.precision
+            )
         return self._units[key]
 
     def compiled(

@@ -3,7 +3,7 @@
 import dataclasses
 
 from osdp_ray.records.plan import ShardOver, Unit
-from osdp_ray.records.profile import SectionClass
+from osdp_ray.records.profile import Parameter, Precision, SectionClass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,22 +12,33 @@ class UnitBytes:
 
     shard_bytes     parameters held between steps
     flat_bytes      buffer of the gather, 0 where nothing is gathered
+    cast_bytes      the shards in the compute type, while they are copied into the flat buffer
     gathered_bytes  whole parameters while they are in use (a replicated unit copies its parameters too)
+    copy_peak_bytes highest while the whole parameters are allocated, above the level before
     reduce_bytes    input of the gradient reduction
     gradient_bytes  its output, the gradient held until the optimizer's step
     last_gradient_bytes  the whole gradient of the last parameter; where they are scattered it outlives the others
+    last_full_gradient_bytes  the same in the type of the reduction
+    accumulate_peak_bytes  highest while gradients are added one by one to those that wait in another type, above the
+                         level before: a CPU casts each one first
+    full_per_gradient    bytes of a gradient in the type of the reduction per byte of one as it is computed
     padding_copy_bytes   copies that the scatter makes of gradients whose first dimension does not divide by the group
     """
 
     group_size: int
     shard_bytes: int
     flat_bytes: int
+    cast_bytes: int
     gathered_bytes: int
+    copy_peak_bytes: int
     reduce_bytes: int
     gradient_bytes: int
     num_trainable: int
     largest_trainable_bytes: int
     last_gradient_bytes: int
+    last_full_gradient_bytes: int
+    accumulate_peak_bytes: int
+    full_per_gradient: float
     padding_copy_bytes: int
 
 
@@ -38,24 +49,64 @@ def group_size(shard_over: ShardOver, ranks_per_node: tuple[int, ...]) -> int:
     return ranks_per_node[0] if shard_over == "node" else sum(ranks_per_node)
 
 
-def unit_bytes(section_class: SectionClass, unit: Unit, ranks_per_node: tuple[int, ...]) -> UnitBytes:
+def unit_bytes(
+    section_class: SectionClass, unit: Unit, ranks_per_node: tuple[int, ...], precision: Precision
+) -> UnitBytes:
     """Sizes of a unit of a section of this class."""
     size = group_size(unit.choice.shard_over, ranks_per_node)
     wanted = set(unit.operators)
     operators = [operator for operator in section_class.operators if operator.name in wanted]
     parameters = [section_class.parameters[index] for operator in operators for index in operator.parameters]
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    shard = sum(parameter.shard_bytes(size) for parameter in parameters)
+
+    def computed(parameter: Parameter) -> int:
+        """A padded shard in the type that is computed with."""
+        itemsize = _COMPUTE_BYTES[precision] or parameter.itemsize_bytes
+        return parameter.shard_bytes(size) // parameter.itemsize_bytes * itemsize
+
+    shard = sum(map(computed, parameters))
     gradient = sum(parameter.shard_bytes(size) for parameter in trainable)
+    casts = [
+        computed(parameter) if computed(parameter) != parameter.shard_bytes(size) else 0 for parameter in parameters
+    ]
+    last = trainable[-1] if trainable else None
     return UnitBytes(
         group_size=size,
-        shard_bytes=shard,
+        shard_bytes=sum(parameter.shard_bytes(size) for parameter in parameters),
         flat_bytes=shard * size if size > 1 else 0,
+        cast_bytes=sum(casts) if size > 1 else 0,
         gathered_bytes=shard * size,
+        copy_peak_bytes=shard * size if size > 1 else _copy_peak(list(map(computed, parameters)), casts),
         reduce_bytes=gradient * size,
         gradient_bytes=gradient,
         num_trainable=len(trainable),
         largest_trainable_bytes=max((parameter.shard_bytes(size) for parameter in trainable), default=0),
-        last_gradient_bytes=trainable[-1].num_bytes if trainable and size > 1 else 0,
-        padding_copy_bytes=sum(p.shard_bytes(size) * size for p in trainable if p.shape and p.shape[0] % size),
+        last_gradient_bytes=last.numel * (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last and size > 1 else 0,
+        last_full_gradient_bytes=last.num_bytes if last and size > 1 else 0,
+        accumulate_peak_bytes=_accumulate_peak(trainable, _COMPUTE_BYTES[precision]),
+        full_per_gradient=last.itemsize_bytes / (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last else 1.0,
+        padding_copy_bytes=sum(computed(p) * size for p in trainable if p.shape and p.shape[0] % size),
     )
+
+
+_COMPUTE_BYTES: dict[Precision, int] = {"fp32": 0, "bf16": 2}  # 0: as the parameter is
+
+
+def _copy_peak(sizes: list[int], casts: list[int]) -> int:
+    """Highest while replicated parameters are copied one by one: each cast lives until the next one is made."""
+    highest = done = before = 0
+    for num_bytes, cast in zip(sizes, casts, strict=True):
+        highest = max(highest, done + before + cast, done + cast + num_bytes)
+        done += num_bytes
+        before = cast
+    return highest
+
+
+def _accumulate_peak(parameters: list[Parameter], compute_bytes: int) -> int:
+    if not compute_bytes:
+        return 0
+    highest = freed = 0
+    for parameter in parameters:
+        highest = max(highest, parameter.num_bytes - freed)
+        freed += parameter.numel * compute_bytes
+    return highest

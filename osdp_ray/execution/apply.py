@@ -7,14 +7,16 @@ no parameters of its own unless the model does.
 
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from osdp_ray.errors import PlanMismatchError
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.records.plan import Plan, ShardOver, Unit
+from osdp_ray.records.profile import Precision
 
 
 def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cuda"] | None = None) -> nn.Module:
@@ -28,6 +30,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
         raise PlanMismatchError("ranks", str(plan.num_ranks), str(dist.get_world_size()))
     _check_operators(model, plan)
     meshes = _meshes(plan, device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    policy = _POLICIES[plan.precision]
     root_unit: Unit | None = None
     for section in plan.sections:
         block = model.get_submodule(section.name) if section.is_block else model
@@ -37,21 +40,33 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
                 root_unit = unit
                 continue
             modules = [block.get_submodule(name) for name in unit.modules]
-            _shard(modules[0] if len(modules) == 1 else modules, unit, meshes)
+            _shard(modules[0] if len(modules) == 1 else modules, unit, meshes, policy)
         if section.is_block:
             if section.recompute != "none":
                 recompute_block(block, section.recompute)
             if section.units:
-                _shard(block, section.units[0], meshes)
+                _shard(block, section.units[0], meshes, policy)
     if root_unit is None:
-        fully_shard(model, mesh=meshes["world"], reshard_after_forward=False)
+        fully_shard(model, mesh=meshes["world"], reshard_after_forward=False, mp_policy=policy)
     else:
-        _shard(model, root_unit, meshes)
+        _shard(model, root_unit, meshes, policy)
     return model
 
 
-def _shard(module: nn.Module | list[nn.Module], unit: Unit, meshes: dict[ShardOver, DeviceMesh]) -> None:
-    fully_shard(module, mesh=meshes[unit.choice.shard_over], reshard_after_forward=unit.choice.regather)
+_POLICIES: dict[Precision, MixedPrecisionPolicy] = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+def _shard(
+    module: nn.Module | list[nn.Module],
+    unit: Unit,
+    meshes: dict[ShardOver, DeviceMesh],
+    policy: MixedPrecisionPolicy,
+) -> None:
+    choice = unit.choice
+    fully_shard(module, mesh=meshes[choice.shard_over], reshard_after_forward=choice.regather, mp_policy=policy)
 
 
 def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:

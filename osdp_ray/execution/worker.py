@@ -6,8 +6,9 @@ Order of one optimizer step, which `costs.simulate_step` mirrors:
     clip_gradients, optimizer.step(), optimizer.zero_grad(set_to_none=True), scheduler.step()
     one all-reduce of [sum of losses, stop, replan]
 
-Gradients synchronise in every micro-batch, and FSDP2 averages them over ranks. The all-reduce makes the loss the mean
-over the global batch and the driver's command common, so that all ranks end at the same step.
+Gradients synchronise in every micro-batch, or in the last one where the plan says so; FSDP2 averages them over ranks.
+The all-reduce makes the loss the mean over the global batch and the driver's command common, so that all ranks end at
+the same step.
 """
 
 import contextlib
@@ -178,7 +179,9 @@ class TrainLoop:
                 self.device if self.device.type == "cuda" and self.observer.is_sampled(attempt_step) else None
             )
             self.status.zero_()
-            for _ in range(self.plan.accumulation):
+            for number in range(1, self.plan.accumulation + 1):
+                if self.plan.synchronise == "last":
+                    self.model.set_requires_gradient_sync(number == self.plan.accumulation)
                 self._micro_batch(batches, clock)
             norm = self._update()
             clock.lap("optimizer_s")

@@ -1,24 +1,92 @@
 """Recomputation of a block's activations in backward."""
 
+from collections import deque
+from typing import Any
+
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from osdp_ray.records.profile import Recompute
 
+# What 'selective' keeps: the operations whose computing costs more than their memory. All else is cheap to repeat.
+_EXPENSIVE_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_grouped_mm",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_EXPENSIVE = frozenset(
+    getattr(torch.ops.aten, name).default for name in _EXPENSIVE_NAMES if hasattr(torch.ops.aten, name)
+)
+
 
 def recompute_block(block: nn.Module, recompute: Recompute) -> None:
-    """Makes a block keep only its inputs for backward and run its forward again there ('full').
+    """Makes a block run its forward again in backward: all of it ('full'), or all but its matrix products and
+    attention, whose outputs it keeps ('selective').
 
     `forward` itself is replaced on the instance: names of parameters and hooks on the module stay as they are.
     """
-    if recompute != "full":
-        raise ValueError(f"recompute={recompute!r} is not built; use 'none' or 'full'")
+    if recompute not in ("selective", "full"):
+        raise ValueError(f"recompute={recompute!r} recomputes nothing; use 'selective' or 'full'")
     forward = block.forward
+    options: dict[str, Any] = {"use_reentrant": False}
+    if recompute == "selective":
+        options["context_fn"] = _keep_and_reuse
 
     def recomputed(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
 
     block.forward = recomputed  # type: ignore[method-assign]
+
+
+def _keep_and_reuse() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Contexts of the forward and of its repetition.
+
+    torch's own `create_selective_checkpoint_contexts` counts every operation, also those of FSDP2's hooks inside the
+    block, which are others in the repetition; here only the expensive ones are looked at, in their order.
+    """
+    kept: deque[Any] = deque()
+    return _Keep(kept), _Reuse(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the outputs of expensive operations."""
+
+    def __init__(self, kept: deque[Any]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in _EXPENSIVE:
+            # A detached alias: autograd makes the result itself a part of the graph, which would keep itself alive.
+            self.kept.append((function, tree_map_only(torch.Tensor, torch.Tensor.detach, result)))
+        return result
+
+
+class _Reuse(TorchDispatchMode):
+    """Gives the kept outputs of expensive operations back, in their order, and repeats all others."""
+
+    def __init__(self, kept: deque[Any]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function not in _EXPENSIVE:
+            return function(*args, **(kwargs or {}))
+        if not self.kept or self.kept[0][0] is not function:
+            raise RuntimeError(f"recomputation ran {function} where the forward did not: it depends on changing state")
+        return self.kept.popleft()[1]

@@ -15,7 +15,7 @@ DP = Choice(shard_over="none", regather=True)  # FSDP2 copies replicated paramet
 ZERO2 = Choice(shard_over="world", regather=False)
 ZERO3 = Choice(shard_over="world", regather=True)
 CHOICES = (DP, ZERO2, ZERO3)
-RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _SMALL_FRACTION = 0.05  # operators below this share of their section's parameters follow its first unit
 
 
@@ -49,7 +49,7 @@ class Recipe:
     def order(self) -> tuple[object, ...]:
         """Canonical order along the model: recomputed blocks first, those that keep most last."""
         choices = tuple((unit.choice.shard_over, unit.choice.regather, unit.operators) for unit in self.units)
-        return (self.recompute == "none", self.kept_bytes, self.persistent_bytes, choices)
+        return (-RECOMPUTES.index(self.recompute), self.kept_bytes, self.persistent_bytes, choices)
 
 
 def group_units(section_class: SectionClass, choices: dict[str, Choice]) -> tuple[Unit, ...]:

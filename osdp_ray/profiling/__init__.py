@@ -54,6 +54,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         backend=cluster.backend,
         device_memory_bytes=cluster.smallest_memory_bytes,
         ranks_per_node=cluster.ranks_per_node,
+        precision=workload.precision,
         classes=traced.structure.classes,
         sections=traced.structure.sections,
         traces=traced.traces,

@@ -4,9 +4,11 @@ The model runs for real with the first three blocks of each class; the others pa
 and the memory are those of a shallow model. Hooks stand where the trace's stand.
 """
 
+import contextlib
 import gc
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from osdp_ray.modeling.materialize import build_on_meta
+from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, find_blocks
 from osdp_ray.modeling.stubs import stubbed
 from osdp_ray.profiling.recorder import BACKWARD, attach_hooks
@@ -21,6 +24,7 @@ from osdp_ray.records.profile import ENTER, EXIT, POST_BACKWARD, PRE_BACKWARD, C
 from osdp_ray.workload import Workload
 
 _REPEATS = 5
+_Run = list[tuple[float, float]]  # (forward, backward) seconds by class
 
 
 class _Stopwatch:
@@ -48,7 +52,8 @@ def measure_compute(
     model, initialisation = build_on_meta(workload)
     blocks = find_blocks(model, workload.blocks)
     started = time.perf_counter()
-    rows: dict[int, list[list[tuple[float, float]]]] = {}
+    rows: dict[int, list[_Run]] = {}
+    selective: dict[int, list[_Run]] = {}
     with stubbed(model, blocks) as stubs:
         initialisation.materialize(model, device, 0, skip=stubs)
         for micro_batch in micro_batches:
@@ -56,11 +61,15 @@ def measure_compute(
                 break
             batch = next(iter(workload.build_batches(0, 1, micro_batch, 0, 0)))
             batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
-            rows[micro_batch] = [
-                _run_once(workload, model, structure, blocks, stubs, batch, device) for _ in range(_REPEATS + 1)
-            ][1:]
+            runs = [_run_once(workload, model, structure, blocks, stubs, batch, device) for _ in range(_REPEATS + 1)]
+            rows[micro_batch] = runs[1:]
+            with _recomputed(model, [name for name in blocks if name not in stubs]):
+                runs = [
+                    _run_once(workload, model, structure, blocks, stubs, batch, device) for _ in range(_REPEATS + 1)
+                ]
+            selective[micro_batch] = runs[1:]
     gc.collect()
-    return [_fit(class_index, rows) for class_index in range(len(structure.classes))]
+    return [_fit(class_index, rows, selective) for class_index in range(len(structure.classes))]
 
 
 def _run_once(
@@ -71,7 +80,7 @@ def _run_once(
     stubs: frozenset[str],
     batch: Any,
     device: torch.device,
-) -> list[tuple[float, float]]:
+) -> _Run:
     """(forward, backward) seconds of every class in one run."""
     watch = _Stopwatch(device)
     real = [name for name in blocks if name not in stubs]
@@ -87,7 +96,7 @@ def _run_once(
     return _by_class(watch.times, structure, real)
 
 
-def _by_class(times: dict[tuple[int, str], float], structure: Structure, real: list[str]) -> list[tuple[float, float]]:
+def _by_class(times: dict[tuple[int, str], float], structure: Structure, real: list[str]) -> _Run:
     start, turn, end = times[(ENTER, "")], times[(BACKWARD, "")], times[(EXIT, "")]
     order = sorted((name for name in real if (ENTER, name) in times), key=lambda name: times[(ENTER, name)])
     results = []
@@ -113,23 +122,45 @@ def _by_class(times: dict[tuple[int, str], float], structure: Structure, real: l
     return results
 
 
-def _fit(class_index: int, rows: dict[int, list[list[tuple[float, float]]]]) -> ComputeCost:
+def _fit(class_index: int, rows: dict[int, list[_Run]], selective: dict[int, list[_Run]]) -> ComputeCost:
     """The medians over repeats as a line in the micro-batch, neither part below zero."""
-    lines = []
-    for direction in (0, 1):
-        points = [
-            (micro_batch, statistics.median(run[class_index][direction] for run in runs))
-            for micro_batch, runs in rows.items()
-        ]
-        lines.append(_line(points))
-    (forward_constant, forward_slope), (backward_constant, backward_slope) = lines
+    forward, backward = (
+        [(micro_batch, _median(runs, class_index, direction)) for micro_batch, runs in rows.items()]
+        for direction in (0, 1)
+    )
+    more = [
+        (micro_batch, max(0.0, _median(selective[micro_batch], class_index, 1) - backward_s))
+        for micro_batch, backward_s in backward
+    ]
+    forward_constant, forward_slope = _line(forward)
+    backward_constant, backward_slope = _line(backward)
+    selective_constant, selective_slope = _line(more)
     return ComputeCost(
         class_index=class_index,
         forward_constant_s=forward_constant,
         forward_s_per_sample=forward_slope,
         backward_constant_s=backward_constant,
         backward_s_per_sample=backward_slope,
+        selective_constant_s=selective_constant,
+        selective_s_per_sample=selective_slope,
     )
+
+
+def _median(runs: list[_Run], class_index: int, direction: int) -> float:
+    return statistics.median(run[class_index][direction] for run in runs)
+
+
+@contextlib.contextmanager
+def _recomputed(model: nn.Module, names: list[str]) -> Iterator[None]:
+    """Within the context the named blocks recompute selectively."""
+    blocks = [model.get_submodule(name) for name in names]
+    for block in blocks:
+        recompute_block(block, "selective")
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:

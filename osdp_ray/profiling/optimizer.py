@@ -9,7 +9,7 @@ from torch import nn
 from osdp_ray.records.profile import OptimizerCost
 from osdp_ray.workload import Workload
 
-_SMALL, _LARGE = 1 << 14, 1 << 18  # elements
+_SMALL, _LARGE = 1 << 12, 1 << 16  # elements
 _REPEATS = 7
 
 
@@ -18,15 +18,16 @@ def measure_optimizer(workload: Workload) -> OptimizerCost:
     itemsize = torch.tensor([]).element_size()
     small, large = _state_bytes(workload, _SMALL), _state_bytes(workload, _LARGE)
     per_byte = (large - small) / ((_LARGE - _SMALL) * itemsize)
-    one, two = _temporary_bytes(workload, [_LARGE]), _temporary_bytes(workload, [_LARGE, _LARGE])
-    per_total = max(0, two - one) / (_LARGE * itemsize)
+    # A loop over parameters may hold the temporaries of one while it makes the next one's: four show all of that.
+    four, eight = _temporary_bytes(workload, [_LARGE] * 4), _temporary_bytes(workload, [_LARGE] * 8)
+    per_total = max(0, eight - four) / (4 * _LARGE * itemsize)
     many_s, big_s = _step_s(workload, [_SMALL] * 16), _step_s(workload, [_LARGE])
     # 16 small tensors hold as many elements as the large one: what differs is the cost of a tensor.
     per_tensor_s = max(0.0, (many_s - big_s) / 15)
     return OptimizerCost(
         state_bytes_per_byte=per_byte,
         state_bytes_per_tensor=round(small - per_byte * _SMALL * itemsize),
-        step_bytes_per_largest=max(0.0, one / (_LARGE * itemsize) - per_total),
+        step_bytes_per_largest=max(0.0, four / (_LARGE * itemsize) - 4 * per_total),
         step_bytes_per_total=per_total,
         step_s_per_byte=max(0.0, big_s - per_tensor_s) / (_LARGE * itemsize),
         step_s_per_tensor=per_tensor_s,

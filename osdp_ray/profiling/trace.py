@@ -8,7 +8,7 @@ micro-batches give every size as `constant + per_sample * micro_batch`. Nothing 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from osdp_ray.records.profile import Recompute, SectionTrace
 from osdp_ray.workload import Workload
 
 _MICRO_BATCHES = (2, 3)
-RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,16 +45,14 @@ def trace(workload: Workload) -> Trace:
     blocks = find_blocks(model, workload.blocks)
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
-    structure: Structure | None = None
-    traces: list[SectionTrace] = []
-    with stubbed(model, blocks) as stubs:
-        subject = _Subject(workload, model, blocks, stubs)
+    recorded: dict[Recompute, list[Recorder]] = {}
+    with stubbed(model, blocks) as stubs, _Subject(workload, model, blocks, stubs) as subject:
         for recompute in RECOMPUTES if blocks else RECOMPUTES[:1]:
-            recorders = [subject.record(recompute, batch) for batch in batches]
-            if structure is None:
-                structure = build_structure(model, blocks, recorders[0].order)
-            traces += cut_sections(structure, recompute, [recorder.events for recorder in recorders], _MICRO_BATCHES)
-    assert structure is not None
+            recorded[recompute] = [subject.record(recompute, batch) for batch in batches]
+    structure = build_structure(model, blocks, recorded["none"][0].order)
+    traces: list[SectionTrace] = []
+    for recompute, recorders in recorded.items():
+        traces += cut_sections(structure, recompute, [recorder.events for recorder in recorders], _MICRO_BATCHES)
     return Trace(
         structure=structure,
         traces=tuple(traces),
@@ -87,7 +85,7 @@ def _bytes_per_sample(batches: list[Any]) -> int:
 
 
 class _Subject:
-    """A model made ready for recording: its real blocks fake, its stubs on meta."""
+    """A model made ready for recording: within the context its real blocks are fake, its stubs stay on meta."""
 
     def __init__(self, workload: Workload, model: nn.Module, blocks: tuple[str, ...], stubs: frozenset[str]) -> None:
         self.workload, self.model, self.blocks, self.stubs = workload, model, blocks, stubs
@@ -98,12 +96,20 @@ class _Subject:
             for name, module in model.named_modules()
             if name not in stubs and not name.startswith(inside)
         ]
-        _make_fake([module for _, module in self.modules], self.mode)
+        dtype = torch.bfloat16 if workload.precision == "bf16" else None
+        self.originals = _make_fake([module for _, module in self.modules], self.mode, dtype)
         self.parameters = {
             id(parameter): (f"{name}.{key}" if name else key, parameter)
             for name, module in reversed(self.modules)
             for key, parameter in module.named_parameters(recurse=False)
         }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tensors, name, tensor in self.originals:
+            tensors[name] = tensor
 
     def record(self, recompute: Recompute, batch: Any) -> Recorder:
         """Records one forward and backward with every block recomputed as given."""
@@ -159,22 +165,30 @@ class _Subject:
             ) from error
 
 
-def _make_fake(modules: list[nn.Module], mode: FakeTensorMode) -> None:
-    """Replaces the modules' meta parameters and buffers by fake CPU ones in place; ties stay ties."""
+def _make_fake(
+    modules: list[nn.Module], mode: FakeTensorMode, dtype: torch.dtype | None
+) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Replaces the modules' meta parameters and buffers by fake CPU ones in place; ties stay ties.
+
+    Floating-point parameters get the type that is computed with, as FSDP2 gathers them; buffers stay as they are.
+    Returns what was replaced, and where.
+    """
     replaced: dict[int, Any] = {}
-    originals: list[torch.Tensor] = []  # kept so that no id is used twice
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
+                originals.append((tensors, name, tensor))
                 if id(tensor) not in replaced:
-                    originals.append(tensor)
-                    with mode:
-                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     is_parameter = isinstance(tensor, nn.Parameter)
+                    cast = dtype is not None and is_parameter and tensor.is_floating_point()
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device="cpu")
                     replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                 tensors[name] = replaced[id(tensor)]
+    return originals
 
 
 @contextlib.contextmanager

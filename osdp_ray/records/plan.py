@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 from typing import Literal
 
-from osdp_ray.records.profile import Recompute
+from osdp_ray.records.profile import Precision, Recompute
 from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_percent, format_seconds
 
 ShardOver = Literal["none", "node", "world"]
+Synchronise = Literal["every", "last"]  # which micro-batches of a step reduce their gradients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -113,10 +114,12 @@ class Plan(Record):
     workload: str
     workload_hash: str
     ranks_per_node: tuple[int, ...]
+    precision: Precision
     budget_bytes: int
     global_batch: int
     micro_batch: int
     accumulation: int
+    synchronise: Synchronise
     sections: tuple[SectionPlan, ...]
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
@@ -129,7 +132,14 @@ class Plan(Record):
     @property
     def decisions(self) -> tuple[object, ...]:
         """What the workers would do differently under another plan; equal decisions run the same."""
-        return (self.global_batch, self.micro_batch, self.accumulation, self.sections)
+        return (
+            self.precision,
+            self.global_batch,
+            self.micro_batch,
+            self.accumulation,
+            self.synchronise,
+            self.sections,
+        )
 
     def table(self) -> str:
         """The plan for a terminal: one line per run of equal sections, then the prediction and the alternatives."""

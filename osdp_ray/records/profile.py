@@ -13,6 +13,7 @@ from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_seconds
 
 Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16"]  # bf16: parameters stay as they are, computed with in bf16, reduced in fp32
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 GroupKind = Literal["node", "across", "world"]
 
@@ -133,13 +134,23 @@ class OptimizerCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeCost:
-    """Seconds of a class's forward and backward (recomputation apart): `constant_s + micro_batch * s_per_sample`."""
+    """Seconds of a class's forward and backward: `constant_s + micro_batch * s_per_sample`.
+
+    Recomputation comes on top of backward: `selective` as measured, the whole forward again for 'full'.
+    """
 
     class_index: int
     forward_constant_s: float
     forward_s_per_sample: float
     backward_constant_s: float
     backward_s_per_sample: float
+    selective_constant_s: float
+    selective_s_per_sample: float
+
+    def recompute_s(self, recompute: Recompute, micro_batch: int) -> float:
+        if recompute == "selective":
+            return self.selective_constant_s + self.selective_s_per_sample * micro_batch
+        return self.forward_s(micro_batch) if recompute == "full" else 0.0
 
     def forward_s(self, micro_batch: int) -> float:
         return self.forward_constant_s + self.forward_s_per_sample * micro_batch
@@ -186,6 +197,7 @@ class Profile(Record):
     backend: Literal["nccl", "gloo", "fake"]
     device_memory_bytes: int
     ranks_per_node: tuple[int, ...]
+    precision: Precision
     classes: tuple[SectionClass, ...]
     sections: tuple[Section, ...]
     traces: tuple[SectionTrace, ...]

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from osdp_ray.costs import simulate_bytes
+from osdp_ray.costs import explain_peaks, simulate_bytes
 from osdp_ray.profiling.trace import trace
 from osdp_ray.workloads.gpt import GptWorkload
 from tests.oracle import UNIFORM_CHOICES, make_plan, measure, random_sections, traced_profile, uniform_plan
@@ -25,8 +25,9 @@ def corpus(tmp_path_factory):
 
 
 @functools.cache
-def workload_and_trace(data, layers, *, tied):
+def workload_and_trace(data, layers, *, tied, precision="fp32"):
     workload = GptWorkload(layers=layers, hidden=64, heads=2, sequence=32, data=data, tied=tied)
+    workload.precision = precision
     return workload, trace(workload)
 
 
@@ -43,7 +44,7 @@ def explain(plan, simulated, truth):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", UNIFORM_CHOICES)
 def test_the_peak_of_a_uniform_plan_is_exact(corpus, name, recompute, num_ranks):
     workload, traced = workload_and_trace(corpus, 3, tied=False)
@@ -60,10 +61,15 @@ def test_the_peak_of_a_uniform_plan_is_exact(corpus, name, recompute, num_ranks)
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_the_peak_of_any_mixture_of_decisions_is_exact(corpus, seed):
     rng = random.Random(seed)
-    workload, traced = workload_and_trace(corpus, rng.randint(1, 5), tied=rng.random() < 0.2)
+    layers, tied, precision = rng.randint(1, 5), rng.random() < 0.2, rng.choice(("fp32", "fp32", "bf16"))
+    workload, traced = workload_and_trace(corpus, layers, tied=tied, precision=precision)
     profile = traced_profile(workload, traced, ranks_per_node=rng.choice(WORLDS))
     plan = make_plan(
-        profile, random_sections(profile, rng), micro_batch=rng.randint(1, 8), accumulation=rng.randint(1, 2)
+        profile,
+        random_sections(profile, rng),
+        micro_batch=rng.randint(1, 8),
+        accumulation=rng.randint(1, 4),
+        synchronise=rng.choice(("every", "last")),
     )
 
     simulated, truth = simulate_bytes(profile, plan), measure(workload, plan)
@@ -71,3 +77,19 @@ def test_the_peak_of_any_mixture_of_decisions_is_exact(corpus, seed):
     assert truth.left_bytes == 0, "the allocator's events are not complete"
     assert simulated.persistent_bytes == truth.persistent_bytes
     assert simulated.peak_bytes == truth.peak_bytes, explain(plan, simulated, truth)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_holders_of_a_peak_add_up_to_it(corpus, seed):
+    rng = random.Random(seed)
+    workload, traced = workload_and_trace(corpus, 3, tied=False)
+    profile = traced_profile(workload, traced, ranks_per_node=(4,))
+    plan = make_plan(profile, random_sections(profile, rng), micro_batch=4, accumulation=2)
+
+    peaks = explain_peaks(profile, plan)
+
+    assert {peak.phase: peak.peak_bytes for peak in peaks} == simulate_bytes(profile, plan).peak_by_phase
+    for peak in peaks:
+        held = sum(holding.num_bytes for holding in peak.holdings)
+        assert held == pytest.approx(peak.peak_bytes, abs=16)
+        assert peak.holdings == tuple(sorted(peak.holdings, key=lambda holding: -holding.num_bytes))

@@ -1,0 +1,68 @@
+"""Whole steps, played by the simulator: what a plan's step holds between steps and at its highest, by phase."""
+
+from osdp_ray.costs.levels import StepBytes
+from osdp_ray.costs.memory import StepSimulator
+from osdp_ray.records.plan import Plan, SectionPlan, Synchronise
+from osdp_ray.records.profile import Profile
+
+
+def simulate_bytes(profile: Profile, plan: Plan) -> StepBytes:
+    """Plays one step of a plan (not the first one: optimizer state is there). Bytes of the rank that holds the most."""
+    return simulate_sections(
+        profile,
+        plan.sections,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        synchronise=plan.synchronise,
+    )
+
+
+def simulate_sections(
+    profile: Profile,
+    sections: tuple[SectionPlan, ...],
+    *,
+    micro_batch: int,
+    accumulation: int,
+    synchronise: Synchronise = "every",
+) -> StepBytes:
+    """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
+    class_indices = tuple(section.class_index for section in profile.sections)
+    simulator = StepSimulator(profile, sections, class_indices)
+    return play_step(simulator, micro_batch, accumulation, synchronise)
+
+
+def play_step(simulator: StepSimulator, micro_batch: int, accumulation: int, synchronise: Synchronise) -> StepBytes:
+    """Plays a whole step, the optimizer's too, on a fresh simulator of a whole model."""
+    profile = simulator.profile
+    persistent = persistent_bytes(simulator)
+    simulator.live = simulator.peak = persistent
+    rounds = min(accumulation, 2 if synchronise == "every" else 3)  # later ones repeat the ones before
+    for number in range(1, rounds + 1):
+        forward, backward = simulator.play_micro_batch(
+            micro_batch, synchronises=synchronise == "every" or number == rounds
+        )
+    simulator._enter_phase("optimizer")
+    sizes = [unit.sizes for units in simulator.units for unit in units]
+    trainable = sum(size.gradient_bytes for size in sizes)
+    largest = max((size.largest_trainable_bytes for size in sizes), default=0)
+    optimizer = profile.optimizer
+    simulator._alloc(round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total))
+    simulator._enter_phase("optimizer")
+    offset = profile.calibration.peak_offset_bytes
+    return StepBytes(
+        persistent_bytes=persistent,
+        peak_by_phase={phase: peak + offset for phase, peak in simulator.peaks.items()},
+        forward=tuple(forward),
+        backward=tuple(backward),
+    )
+
+
+def persistent_bytes(simulator: StepSimulator) -> int:
+    """What a rank holds between steps: shards, optimizer state and buffers."""
+    optimizer = simulator.profile.optimizer
+    total = simulator.profile.buffer_bytes
+    for units in simulator.units:
+        for unit in units:
+            total += unit.sizes.shard_bytes + round(unit.sizes.gradient_bytes * optimizer.state_bytes_per_byte)
+            total += unit.sizes.num_trainable * optimizer.state_bytes_per_tensor
+    return total
