@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_BUILT_IN = {"gpt": "osdp_ray.workloads.gpt:gpt"}
+_BUILT_IN = {"gpt": "osdp_ray.workloads.gpt:gpt", "hf": "osdp_ray.workloads.hf:hf"}
 
 
 class Workload:

@@ -67,11 +67,13 @@ class _Unit:
     __slots__ = (
         "all_reduces",
         "exits",
+        "exits_of",
         "first",
         "gathered",
         "gradient_bytes",
         "has_shard_gradient",
         "last",
+        "modules_of",
         "num_modules",
         "order",
         "pending",
@@ -80,8 +82,9 @@ class _Unit:
         "sizes",
     )
 
-    def __init__(self, sizes: UnitBytes, choice: Choice, *, num_modules: int) -> None:
-        self.sizes, self.regather, self.num_modules = sizes, choice.regather, num_modules
+    def __init__(self, sizes: UnitBytes, choice: Choice, modules_of: dict[int, int]) -> None:
+        self.sizes, self.regather, self.modules_of = sizes, choice.regather, modules_of
+        self.num_modules = sum(modules_of.values())
         self.all_reduces = choice.shard_over != "world"
         self.gathered = self.pending = self.has_shard_gradient = False
         self.order: list[int] = []  # positions in the order of forward
@@ -89,6 +92,7 @@ class _Unit:
 
     def reset(self) -> None:
         self.exits = self.gradient_bytes = 0
+        self.exits_of: dict[int, int] = {}  # how many modules of an operator have run, however often each
         self.first = self.last = -3  # the operators that ran first and last, whose hooks run in backward
         self.phase = "idle"  # idle, before (backward has begun), after
 
@@ -123,10 +127,11 @@ class StepSimulator:
         by_operator: dict[int, _Unit] = {}
         for position, planned in enumerate(section.units):
             at_door = section.is_block and position == 0
+            modules = {
+                index_of[name]: len(section_class.operators[index_of[name]].modules) for name in planned.operators
+            }
             unit = _Unit(
-                self.table.unit_bytes(class_index, planned),
-                planned.choice,
-                num_modules=1 if at_door else len(planned.modules),
+                self.table.unit_bytes(class_index, planned), planned.choice, {SECTION: 1} if at_door else modules
             )
             units.append(unit)
             if at_door:
@@ -159,8 +164,9 @@ class StepSimulator:
     def _before_forward(self, unit: _Unit, subject: int) -> None:
         if unit.phase == "before":
             return  # recomputed while its backward runs: already gathered
-        if unit.exits == unit.num_modules:  # the forward of recomputation
+        if unit.exits == unit.num_modules:  # the forward of recomputation, or a module that runs again
             unit.exits = 0
+            unit.exits_of.clear()
         if unit.exits == 0 and not self.in_backward:
             unit.first = subject
         if self.in_backward and self.recompute_root is None:
@@ -185,6 +191,11 @@ class StepSimulator:
     def _after_forward(self, unit: _Unit, subject: int) -> None:
         if unit.phase == "before":
             return
+        operator = _local(subject)
+        exits = unit.exits_of.get(operator, 0)
+        if exits == unit.modules_of[operator]:
+            return  # it runs again while others of the unit have yet to run
+        unit.exits_of[operator] = exits + 1
         unit.exits += 1
         if unit.exits < unit.num_modules:
             return
@@ -299,7 +310,7 @@ class StepSimulator:
                 if code == EXIT and not self.in_backward:
                     self._end_forward()
             elif (unit := self._unit(position, subject)) is not None:
-                _HOOKS[code](self, unit, subject)
+                _HOOKS[code](self, unit, _seen_from_home(unit, subject))
         self._hand_on(position, compiled)
         peak = max(self.section_peak, self.peak)
         return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self._level())
@@ -366,6 +377,15 @@ class StepSimulator:
         self._free(batch_bytes)
         backward.reverse()
         return forward, backward
+
+
+def _local(subject: int) -> int:
+    return subject % FOREIGN if subject >= FOREIGN else subject
+
+
+def _seen_from_home(unit: _Unit, subject: int) -> int:
+    """An operator's number wherever its hooks run; of tied modules, the one that runs elsewhere keeps its own."""
+    return subject if unit.modules_of.get(_local(subject), 1) > 1 else _local(subject)
 
 
 _HOOKS: dict[int, Callable[[StepSimulator, _Unit, int], None]] = {
