@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from osdp_ray.records.profile import Precision
 
-_BUILT_IN = {"gpt": "osdp_ray.workloads.gpt:gpt"}
+_BUILT_IN = {"gpt": "osdp_ray.workloads.gpt:gpt", "hf": "osdp_ray.workloads.hf:hf"}
 
 
 class Workload:

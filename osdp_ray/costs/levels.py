@@ -41,12 +41,14 @@ class PlayedUnit:
     __slots__ = (
         "all_reduces",
         "exits",
+        "exits_of",
         "first",
         "full_gradient_bytes",
         "gathered",
         "gradient_bytes",
         "has_shard_gradient",
         "last",
+        "modules_of",
         "num_modules",
         "order",
         "pending",
@@ -55,8 +57,9 @@ class PlayedUnit:
         "sizes",
     )
 
-    def __init__(self, sizes: UnitBytes, choice: Choice, *, num_modules: int) -> None:
-        self.sizes, self.regather, self.num_modules = sizes, choice.regather, num_modules
+    def __init__(self, sizes: UnitBytes, choice: Choice, modules_of: dict[int, int]) -> None:
+        self.sizes, self.regather, self.modules_of = sizes, choice.regather, modules_of
+        self.num_modules = sum(modules_of.values())
         self.all_reduces = choice.shard_over != "world"
         self.gathered = self.pending = self.has_shard_gradient = False
         self.full_gradient_bytes = 0  # whole gradients that wait for a micro-batch that synchronises
@@ -65,5 +68,6 @@ class PlayedUnit:
 
     def reset(self) -> None:
         self.exits = self.gradient_bytes = 0
+        self.exits_of: dict[int, int] = {}  # how many modules of an operator have run, however often each
         self.first = self.last = -3  # the operators that ran first and last, whose hooks run in backward
         self.phase = "idle"  # idle, before (backward has begun), after

@@ -62,10 +62,11 @@ class StepSimulator:
         by_operator: dict[int, PlayedUnit] = {}
         for position, planned in enumerate(section.units):
             at_door = section.is_block and position == 0
+            modules = {
+                index_of[name]: len(section_class.operators[index_of[name]].modules) for name in planned.operators
+            }
             unit = PlayedUnit(
-                self.table.unit_bytes(class_index, planned),
-                planned.choice,
-                num_modules=1 if at_door else len(planned.modules),
+                self.table.unit_bytes(class_index, planned), planned.choice, {SECTION: 1} if at_door else modules
             )
             units.append(unit)
             if at_door:
@@ -98,8 +99,9 @@ class StepSimulator:
     def _before_forward(self, unit: PlayedUnit, subject: int) -> None:
         if unit.phase == "before":
             return  # recomputed while its backward runs: already gathered
-        if unit.exits == unit.num_modules:  # the forward of recomputation
+        if unit.exits == unit.num_modules:  # the forward of recomputation, or a module that runs again
             unit.exits = 0
+            unit.exits_of.clear()
         if unit.exits == 0 and not self.in_backward:
             unit.first = subject
         if self.in_backward and self.recompute_root is None:
@@ -132,6 +134,11 @@ class StepSimulator:
     def _after_forward(self, unit: PlayedUnit, subject: int) -> None:
         if unit.phase == "before":
             return
+        operator = _local(subject)
+        exits = unit.exits_of.get(operator, 0)
+        if exits == unit.modules_of[operator]:
+            return  # it runs again while others of the unit have yet to run
+        unit.exits_of[operator] = exits + 1
         unit.exits += 1
         if unit.exits < unit.num_modules:
             return
@@ -266,7 +273,7 @@ class StepSimulator:
                 if code == EXIT and not self.in_backward:
                     self._end_forward()
             elif (unit := self._unit(position, subject)) is not None:
-                _HOOKS[code](self, unit, subject)
+                _HOOKS[code](self, unit, _seen_from_home(unit, subject))
         self._hand_on(position, compiled)
         peak = max(self.section_peak, self.peak)
         return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self._level())
@@ -344,6 +351,15 @@ class StepSimulator:
         self._free(batch_bytes)
         backward.reverse()
         return forward, backward
+
+
+def _local(subject: int) -> int:
+    return subject % FOREIGN if subject >= FOREIGN else subject
+
+
+def _seen_from_home(unit: PlayedUnit, subject: int) -> int:
+    """An operator's number wherever its hooks run; of tied modules, the one that runs elsewhere keeps its own."""
+    return subject if unit.modules_of.get(_local(subject), 1) > 1 else _local(subject)
 
 
 _HOOKS: dict[int, Callable[[StepSimulator, PlayedUnit, int], None]] = {

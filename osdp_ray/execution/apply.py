@@ -5,6 +5,7 @@ the block's own FSDP hooks stay outside of it), then the unit gathered at the bl
 no parameters of its own unless the model does.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -32,20 +33,23 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
     meshes = _meshes(plan, device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     policy = _POLICIES[plan.precision]
     root_unit: Unit | None = None
+    outside: list[Unit] = []  # operators outside blocks: stem and head may lie inside each other's modules
     for section in plan.sections:
-        block = model.get_submodule(section.name) if section.is_block else model
-        at_operators = section.units[1:] if section.is_block else section.units
-        for unit in _innermost_first(at_operators):
-            if unit.operators == ("",):  # the section's own direct parameters
-                root_unit = unit
-                continue
-            modules = [block.get_submodule(name) for name in unit.modules]
-            _shard(modules[0] if len(modules) == 1 else modules, unit, meshes, policy)
-        if section.is_block:
-            if section.recompute != "none":
-                recompute_block(block, section.recompute)
-            if section.units:
-                _shard(block, section.units[0], meshes, policy)
+        if not section.is_block:
+            outside += section.units
+            continue
+        block = model.get_submodule(section.name)
+        for unit in _innermost_first(section.units[1:]):
+            _shard_operators(block, unit, meshes, policy)
+        if section.recompute != "none":
+            recompute_block(block, section.recompute)
+        if section.units:
+            _shard(block, section.units[0], meshes, policy)
+    for unit in _innermost_first(outside):
+        if unit.operators == ("",):  # the model's own direct parameters
+            root_unit = unit
+        else:
+            _shard_operators(model, unit, meshes, policy)
     if root_unit is None:
         fully_shard(model, mesh=meshes["world"], reshard_after_forward=False, mp_policy=policy)
     else:
@@ -57,6 +61,13 @@ _POLICIES: dict[Precision, MixedPrecisionPolicy] = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
+
+
+def _shard_operators(
+    parent: nn.Module, unit: Unit, meshes: dict[ShardOver, DeviceMesh], policy: MixedPrecisionPolicy
+) -> None:
+    modules = [parent.get_submodule(name) for name in unit.modules]
+    _shard(modules[0] if len(modules) == 1 else modules, unit, meshes, policy)
 
 
 def _shard(
@@ -85,7 +96,7 @@ def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:
     return meshes
 
 
-def _innermost_first(units: tuple[Unit, ...]) -> list[Unit]:
+def _innermost_first(units: Iterable[Unit]) -> list[Unit]:
     """Units whose modules lie inside another unit's modules come before it: `fully_shard` works bottom-up."""
     return sorted(units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules))
 

@@ -6,14 +6,17 @@ seeded by the seed and the operation's place in the constructor, and this rank's
 neither on the plan nor on the number of ranks, and a tensor that was copied from another is equal to it.
 """
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -46,11 +49,44 @@ class _Recorder(TorchDispatchMode):
         written = {_key(args[0])} if function._schema.is_mutable and args and _is_meta(args[0]) else set()
         created = tuple(leaf for leaf in tree_leaves(result) if _is_meta(leaf) and _key(leaf) not in self.by_storage)
         if written or created:
-            # Operations are kept, and with them the tensors: no storage's address is used twice.
-            self.operations.append(_Operation(function, args, kwargs, created))
-            for key in written | {_key(tensor) for tensor in created}:
-                self.by_storage.setdefault(key, []).append(len(self.operations) - 1)
+            self.record(function, args, kwargs, created, written)
         return result
+
+    def record(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        created: tuple[torch.Tensor, ...],
+        written: Collection[int] = (),
+    ) -> None:
+        """Keeps an operation, and with it its storages: so no storage's address is used twice.
+
+        Aliases are kept, since `parameter.data = other` would put another storage into the tensors themselves.
+        """
+        args, kwargs, created = tree_map(_alias, (args, kwargs, created))
+        self.operations.append(_Operation(function, args, kwargs, created))
+        for key in {*written, *(_key(tensor) for tensor in created)}:
+            self.by_storage.setdefault(key, []).append(len(self.operations) - 1)
+
+
+class _Constants(TorchFunctionMode):
+    """Records `torch.tensor(...)`, which no dispatch mode sees, with the values that a meta tensor drops."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.tensor, torch.as_tensor) and _is_meta(result) and not isinstance(args[0], torch.Tensor):
+            value = function(*args, **{**(kwargs or {}), "device": "cpu"})
+            self._recorder.record(_copy_to, (value, torch.device("meta")), {}, (result,))
+        return result
+
+
+def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device, copy=True)
 
 
 class _NoRandom(TorchDispatchMode):
@@ -66,6 +102,8 @@ def _is_random(function: Any) -> bool:
     return function in _RANDOM
 
 
+_TRANSFORMERS = "transformers.modeling_utils"
+_REMEDY = "Initialise it there, with torch.nn.init or from torch.zeros and the like"
 _RANDOM = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_", "log_normal_", "cauchy_")
@@ -87,6 +125,10 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
+def _alias(value: Any) -> Any:
+    return value.detach() if _is_meta(value) else value
+
+
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # torch 2.13: the address of the storage, which identifies it
 
@@ -102,18 +144,40 @@ def build_on_meta(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
 
     Raises TraceError where a parameter is never initialised, so that no run starts from whatever memory holds.
     """
-    recorder = _Recorder()
-    with torch.device("meta"), recorder:
-        model = workload.build_model()
+    had_transformers = _TRANSFORMERS in sys.modules
+    recorder, model = _record_build(workload)
+    if not had_transformers and _TRANSFORMERS in sys.modules:
+        recorder, model = _record_build(workload)
     initialisation = Initialisation(recorder, model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta and not initialisation.is_known(name):
             raise TraceError(
                 name,
                 "its constructor never initialises it, so its values would be whatever memory holds",
-                "Initialise it there, with torch.nn.init or from torch.zeros and the like",
+                _REMEDY,
             )
     return model, initialisation
+
+
+def _record_build(workload: Workload) -> tuple[_Recorder, nn.Module]:
+    recorder = _Recorder()
+    with torch.device("meta"), recorder, _Constants(recorder), _initialising():
+        return recorder, workload.build_model()
+
+
+@contextlib.contextmanager
+def _initialising() -> Iterator[None]:
+    """Lets models of transformers initialise themselves, which they leave out where they find the meta device."""
+    module = sys.modules.get(_TRANSFORMERS)
+    saved = getattr(module, "get_torch_context_manager_or_global_device", None)
+    if saved is None:
+        yield
+        return
+    module.get_torch_context_manager_or_global_device = lambda: None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        module.get_torch_context_manager_or_global_device = saved  # type: ignore[union-attr]
 
 
 class Initialisation:
@@ -168,6 +232,8 @@ class Initialisation:
 
         def real(value: Any) -> Any:
             if _is_meta(value):
+                if _key(value) not in bases:
+                    raise TraceError(name, "its values come from a tensor whose making is not known", _REMEDY)
                 return bases[_key(value)].as_strided(value.shape, value.stride(), value.storage_offset())
             if isinstance(value, torch.device):
                 return torch.device(device)

@@ -30,6 +30,9 @@ _EXPENSIVE = frozenset(
     getattr(torch.ops.aten, name).default for name in _EXPENSIVE_NAMES if hasattr(torch.ops.aten, name)
 )
 
+# A cache of keys and values would be extended a second time by the recomputation; transformers leaves it out as well.
+_WITHOUT_CACHE = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+
 
 def recompute_block(block: nn.Module, recompute: Recompute) -> None:
     """Makes a block run its forward again in backward: all of it ('full'), or all but its matrix products and
@@ -47,6 +50,7 @@ def recompute_block(block: nn.Module, recompute: Recompute) -> None:
     def recomputed(*args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        kwargs |= {name: value for name, value in _WITHOUT_CACHE.items() if kwargs.get(name)}
         return checkpoint(forward, *args, **options, **kwargs)
 
     block.forward = recomputed  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ blocks are put into 'stem' (run before the first block) or 'head' (run after it)
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -71,8 +71,13 @@ def signature(module: nn.Module) -> tuple[object, ...]:
     return tuple(parts)
 
 
-def build_structure(model: nn.Module, blocks: tuple[str, ...], order: list[str]) -> Structure:
-    """The structure of a model whose operators and blocks ran in `order` (paths, at their first entry)."""
+def build_structure(
+    model: nn.Module, blocks: tuple[str, ...], order: list[str], variants: Mapping[str, int] | None = None
+) -> Structure:
+    """The structure of a model whose operators and blocks ran in `order` (paths, at their first entry).
+
+    Blocks of the same structure share a class, unless `variants` gives them different numbers.
+    """
     position = {name: index for index, name in reversed(list(enumerate(order)))}
     ran_blocks = sorted((name for name in blocks if name in position), key=position.__getitem__)
     first_block = position[ran_blocks[0]] if ran_blocks else len(order)
@@ -89,7 +94,7 @@ def build_structure(model: nn.Module, blocks: tuple[str, ...], order: list[str])
     seen: dict[tuple[object, ...], int] = {}
     for name in ran_blocks:
         block = model.get_submodule(name)
-        key = signature(block)
+        key = (signature(block), (variants or {}).get(name))
         if key not in seen:
             seen[key] = len(classes)
             owners = [f"{name}.{owner}" if owner else name for owner in _owners(block)]

@@ -10,41 +10,44 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.modeling.structure import signature
 
-REAL_MEMBERS = 3  # the middle one has a neighbour of its own class on both sides
 
+def stand_ins(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Block that runs for real -> itself and the blocks that it stands for.
 
-def real_members(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, bool]:
-    """Which blocks run for real: the first three of every class."""
-    counts: dict[tuple[object, ...], int] = {}
-    real = {}
+    Of every row (blocks of the same structure in the same list) the first, the second and the last one run, since what
+    surrounds a row may change what its ends hold. The second one, between its equals, stands for all others.
+    """
+    rows: dict[tuple[object, ...], list[str]] = {}
     for name in blocks:
-        key = signature(model.get_submodule(name))
-        counts[key] = counts.get(key, 0) + 1
-        real[name] = counts[key] <= REAL_MEMBERS
-    return real
+        rows.setdefault((name.rpartition(".")[0], signature(model.get_submodule(name))), []).append(name)
+    return {
+        name: (name, *row[2:-1]) if index == 1 else (name,)
+        for row in rows.values()
+        for index, name in enumerate([*row[:2], *row[2:][-1:]])
+    }
 
 
 @contextlib.contextmanager
 def stubbed(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[frozenset[str]]:
-    """Within the context, blocks beyond the first three of their class hand on what they were given.
+    """Within the context, blocks that another one stands for hand on what they were given; see `stand_ins`.
 
-    A stub returns the structure that the last real block of its class returned, with every tensor replaced by the
-    first of its own inputs of the same shape and dtype. Yields the names of the stubs.
+    A stub returns what the last real block of its structure returned, with every tensor replaced by the first of its
+    own inputs of the same shape and dtype that stands for no other. Yields the names of the stubs.
     """
-    real = real_members(model, blocks)
+    real = stand_ins(model, blocks)
     outputs: dict[tuple[object, ...], Any] = {}
     restore: list[tuple[nn.Module, Any]] = []
     handles = []
     for name in blocks:
         block = model.get_submodule(name)
         key = signature(block)
-        if real[name]:
+        if name in real:
             handles.append(block.register_forward_hook(_remember(outputs, key)))
         else:
             restore.append((block, block.__dict__.get("forward")))
             block.forward = _stub(outputs, key)  # type: ignore[method-assign]
     try:
-        yield frozenset(name for name in blocks if not real[name])
+        yield frozenset(name for name in blocks if name not in real)
     finally:
         for handle in handles:
             handle.remove()
@@ -68,6 +71,7 @@ def _remember(outputs: dict[tuple[object, ...], Any], key: tuple[object, ...]) -
 def _stub(outputs: dict[tuple[object, ...], Any], key: tuple[object, ...]) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        unused = list(given)
 
         def is_shape(value: Any) -> bool:
             return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Size)
@@ -75,7 +79,13 @@ def _stub(outputs: dict[tuple[object, ...], Any], key: tuple[object, ...]) -> An
         def match(value: Any) -> Any:
             if not is_shape(value):
                 return value
-            return next((leaf for leaf in given if (leaf.shape, leaf.dtype) == value), None)
+            for leaves in (unused, given):
+                for index, leaf in enumerate(leaves):
+                    if (leaf.shape, leaf.dtype) == value:
+                        if leaves is unused:
+                            del unused[index]
+                        return leaf
+            return None
 
         return tree_map(match, outputs[key], is_leaf=is_shape)
 

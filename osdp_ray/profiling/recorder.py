@@ -1,24 +1,29 @@
 """Records the allocator events of a module under fake tensors: what a real run would allocate and free, in order.
 
 Nothing of the model's size is allocated. Every storage that an operation creates is an ALLOC, its end a FREE; hooks
-mark where FSDP2's own hooks would run. Two things that fake tensors do otherwise than real ones are put right here:
+mark where FSDP2's own hooks would run. What fake tensors do otherwise than real ones is put right here:
 
 - autograd accumulates a second gradient in place where it holds the only reference, but never under a dispatch mode;
   the out-of-place `add` that replaces it is undone.
 - some CPU kernels allocate a workspace inside; `workspaces.py` gives its size as a WORKSPACE event.
+- Python numbers in arithmetic become tensors of 8 bytes, which no dispatch mode sees and autograd may keep; `Numbers`.
+- branches that read small integer tensors go where the values lead; see `values.py`.
 """
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from osdp_ray.profiling.workspaces import workspace_bytes
+from osdp_ray.profiling import values
+from osdp_ray.profiling.workspaces import FAKE_KERNELS, NUMBER_BYTES, casts_number, workspace_bytes
 from osdp_ray.records.profile import ALLOC, ENTER, EXIT, FREE, GRADIENT, POST_BACKWARD, PRE_BACKWARD, WORKSPACE
 
 
@@ -46,8 +51,11 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._num_buffers = 0
         self._foreign: set[int] = set()
-        self._undo: tuple[int, int] | None = None  # (old buffer, new buffer) of an add that may have been in place
-        self._aliases: dict[int, int] = {}
+        self._aliases: dict[int, int] = {}  # buffers that are, in a real run, another one
+        self._merged: set[int] = set()  # buffers that live on in the one that stands for a sum in place
+        self._numbers: dict[int, torch.dtype] = {}  # storages that stand for Python numbers, and the numbers' dtypes
+
+        self._in_attention = False
 
     def own(self, tensors: Any) -> None:
         """Declares storages (parameters, buffers, the batch) that are there before and are no events."""
@@ -57,7 +65,6 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, code: int, subject: Any) -> None:
         if self.recording:
-            self._undo = None
             self.events.append(Event(code=code, subject=subject))
 
     def buffer_of(self, tensor: torch.Tensor) -> int:
@@ -65,25 +72,69 @@ class Recorder(TorchDispatchMode):
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return self._aliases.get(entry[0], entry[0]) if entry is not None else -1
 
+    @contextlib.contextmanager
+    def attention(self) -> Iterator[None]:
+        """Within it a mask is added in place, as real tensors do it (transformers/attention.cpp, `_math`)."""
+        self._in_attention = True
+        try:
+            yield
+        finally:
+            self._in_attention = False
+
+    def number(self, number: int | float, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the place of a Python number that meets `tensor`: torch would make one of float64 or int64."""
+        is_wide = tensor.is_floating_point() or tensor.is_complex()
+        if isinstance(number, float):
+            dtype = tensor.dtype if is_wide else torch.get_default_dtype()
+        else:
+            dtype = torch.int64 if tensor.dtype == torch.bool else tensor.dtype
+        recording, self.recording = self.recording, False
+        stand_in = torch.empty((), dtype=dtype)
+        self.recording = recording
+        values.remember_number(stand_in, number)
+        self._see(stand_in, NUMBER_BYTES)
+        self._numbers[stand_in.untyped_storage()._cdata] = torch.float64 if isinstance(number, float) else torch.int64
+        return stand_in
+
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if function is torch.ops.prim.device.default:
+            return function(*args, **kwargs)
+        in_place = function is torch.ops.aten.add.Tensor and (self._in_attention or _accumulates_in_place(args[0]))
+        try:
+            result = FAKE_KERNELS.get(function, function)(*args, **kwargs)
+            if not (isinstance(result, torch.Tensor) and result.dtype.is_floating_point):
+                values.follow(function, args, kwargs, result)
+        except values.UNREADABLE as error:
+            try:
+                result = values.read(function, args, kwargs)
+            except KeyError:
+                raise error from None
         if not self.recording:
             return result
-        self._undo = None
-        workspace = workspace_bytes(function, args, result)
-        if workspace:
-            self.events.append(Event(code=WORKSPACE, num_bytes=workspace))
         new = []
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 new += self._see(leaf)
-        if function is torch.ops.aten.add.Tensor and new and torch._C._current_graph_task_id() != -1:
-            old = self.buffer_of(args[0])
-            if old >= 0 and args[0].shape == result.shape:
-                self._undo = (old, new[0])
+        workspace = workspace_bytes(function, args, result) + self._cast_bytes(function, args, result)
+        if workspace:
+            self.events.append(Event(code=WORKSPACE, num_bytes=workspace))
+        if in_place and new:
+            self._merge(args[0], new[0])
         return result
 
-    def _see(self, tensor: torch.Tensor) -> list[int]:
+    def _cast_bytes(self, function: Any, args: tuple[Any, ...], result: Any) -> int:
+        """The copy that a kernel makes of a number of another dtype than the one it computes in."""
+        if not self._numbers or len(args) < 2 or not casts_number(function):
+            return 0
+        for leaf in args[:2]:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
+                dtype = self._numbers.get(leaf.untyped_storage()._cdata)
+                if dtype is not None and dtype != result.dtype:
+                    return int(result.element_size())
+        return 0
+
+    def _see(self, tensor: torch.Tensor, num_bytes: int | None = None) -> list[int]:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or key in self._foreign:
@@ -91,27 +142,66 @@ class Recorder(TorchDispatchMode):
         number = self._num_buffers
         self._num_buffers += 1
         self._live[key] = (number, weakref.ref(storage, lambda _: self._gone(key, number)))
-        self.events.append(Event(code=ALLOC, buffer=number, num_bytes=storage.nbytes()))
+        size = storage.nbytes() if num_bytes is None else num_bytes
+        self.events.append(Event(code=ALLOC, buffer=number, num_bytes=size))
         return [number]
 
     def _gone(self, key: int, number: int) -> None:
         self._live.pop(key, None)
-        if not self.recording:
-            return
-        number = self._aliases.get(number, number)
-        if self._undo is not None and number == self._undo[0]:
-            self._undo_add(number, self._undo[1])
-            return
-        self.events.append(Event(code=FREE, buffer=number))
+        self._numbers.pop(key, None)
+        if number in self._merged:
+            self._merged.discard(number)
+        elif self.recording:
+            self.events.append(Event(code=FREE, buffer=self._aliases.get(number, number)))
 
-    def _undo_add(self, old: int, new: int) -> None:
+    def _merge(self, tensor: torch.Tensor, new: int) -> None:
         """The add was in place: its result lives in the old buffer, and nothing was allocated or freed."""
-        self._undo = None
-        if self.events and self.events[-1].code == ALLOC and self.events[-1].buffer == new:
-            self.events.pop()
-            self._aliases[new] = old
-        else:
-            self.events.append(Event(code=FREE, buffer=old))
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        if entry is None or self.events[-1].code != ALLOC or self.events[-1].buffer != new:
+            return
+        self.events.pop()
+        self._aliases[new] = self._aliases.get(entry[0], entry[0])
+        self._merged.add(entry[0])
+
+
+def _accumulates_in_place(tensor: Any) -> bool:
+    """Whether autograd would add to this gradient in place: it holds the only reference to it and to its storage.
+
+    See `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp. What this call and the dispatch before it hold
+    themselves was counted in torch 2.13: four references to the tensor, two to its storage.
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    if tensor._use_count() != 4:
+        return False
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2)
+
+
+class Numbers(TorchFunctionMode):
+    """Makes the tensors visible that torch makes of Python numbers in products and quotients, which autograd saves."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            with self._recorder.attention():
+                return function(*args, **(kwargs or {}))
+        if function in _REVERSED and not isinstance(args[1], torch.Tensor):
+            return self.__torch_function__(torch.mul, types, (args[0].reciprocal(), args[1]))
+        if function in _SCALING and len(args) == 2 and self._recorder.recording:
+            tensor, number = args
+            if isinstance(tensor, torch.Tensor) and type(number) in (int, float):
+                args = (tensor, self._recorder.number(number, tensor))
+        return function(*args, **(kwargs or {}))
+
+
+_SCALING_METHODS = ("mul", "mul_", "multiply", "multiply_", "div", "div_", "divide", "divide_", "true_divide")
+_SCALING_METHODS += ("__mul__", "__rmul__", "__imul__", "__truediv__", "__itruediv__")
+_SCALING = {getattr(torch.Tensor, name) for name in _SCALING_METHODS}
+_SCALING |= {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide}
+_REVERSED = frozenset((torch.Tensor.__rtruediv__, torch.Tensor.__rdiv__))
 
 
 class _MarkPostBackward(torch.autograd.Function):

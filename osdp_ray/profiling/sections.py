@@ -5,6 +5,8 @@ of the block before it; the stem is what comes before the first block, the head 
 loss. Frees that directly follow a block's end belong to it. Buffers that cross a border get slots (see SectionTrace).
 """
 
+import dataclasses
+
 from osdp_ray.errors import TraceError
 from osdp_ray.modeling.structure import Structure
 from osdp_ray.profiling.recorder import BACKWARD, Event
@@ -27,23 +29,65 @@ from osdp_ray.records.profile import (
 _Rows = list[tuple[int, ...]]
 
 
-def cut_sections(
-    structure: Structure, recompute: Recompute, runs: list[list[Event]], micro_batches: tuple[int, ...]
-) -> list[SectionTrace]:
-    """One SectionTrace per class, from two runs that differ in the micro-batch alone."""
-    sizes = _affine_sizes(runs, micro_batches)
-    events = runs[0]
-    names = [section.name for section in structure.sections]
-    ran = {event.subject for event in events if event.code == ENTER}
-    present = [name for name in names if name in ran or name in ("stem", "head")]
-    spans = _spans(events, present)
-    cutter = _Cutter(structure, events, sizes, present, spans)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Events of one forward and backward, the same at every micro-batch, and their sizes (constant, per sample)."""
+
+    recompute: Recompute
+    events: list[Event]
+    sizes: list[tuple[int, int]]
+
+
+def join_runs(recompute: Recompute, runs: list[list[Event]], micro_batches: tuple[int, ...]) -> Run:
+    """One Run of two that differ in the micro-batch alone. Raises TraceError where they differ in more than sizes."""
+    return Run(recompute=recompute, events=runs[0], sizes=_affine_sizes(runs, micro_batches))
+
+
+def cut_sections(structure: Structure, run: Run) -> list[SectionTrace]:
+    """One SectionTrace per class: of its second member that ran, which has neighbours of its kind, if there is one."""
+    present = _present(structure, run)
+    cutter = _Cutter(structure, run, present)
     traces = []
     for class_index in range(len(structure.classes)):
         members = [name for name in structure.members(class_index) if name in present]
-        template = members[1] if len(members) >= 3 else members[0]
-        traces.append(cutter.cut(template, class_index, recompute))
+        traces.append(cutter.cut(members[min(1, len(members) - 1)], class_index, run.recompute))
     return traces
+
+
+def find_variants(structure: Structure, runs: list[Run], rows: dict[str, tuple[str, ...]]) -> dict[str, int]:
+    """Block -> number of its variant: blocks of one structure that allocate differently because of their neighbours.
+
+    `rows` maps each block that ran to itself and the blocks that were passed through in its place.
+    """
+    found: dict[str, list[object]] = {}
+    class_of = {section.name: section.class_index for section in structure.sections}
+    for run in runs:
+        present = _present(structure, run)
+        cutter = _Cutter(structure, run, present)
+        for name in present[1:-1]:
+            found.setdefault(name, []).append(_essence(cutter.cut(name, class_of[name], run.recompute)))
+    numbers: dict[object, int] = {}
+    variants: dict[str, int] = {}
+    for name, traces in found.items():
+        number = numbers.setdefault((class_of[name], *traces), len(numbers))
+        variants |= dict.fromkeys(rows[name], number)
+    return variants
+
+
+def _essence(trace: SectionTrace) -> object:
+    """What makes a variant: all of a trace but where its backward frees what earlier sections left behind."""
+    backward = trace.backward
+    kept = tuple(
+        backward[i : i + 5]
+        for i in range(0, len(backward), 5)
+        if not (backward[i] == FREE and backward[i + 2] < 0 and backward[i + 2] % 2)
+    )
+    return (trace.forward, kept, trace.outputs, trace.gradient_outputs)
+
+
+def _present(structure: Structure, run: Run) -> list[str]:
+    ran = {event.subject for event in run.events if event.code == ENTER}
+    return [section.name for section in structure.sections if section.name in ran or section.name in ("stem", "head")]
 
 
 def _affine_sizes(runs: list[list[Event]], micro_batches: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -109,16 +153,10 @@ def _past_frees(events: list[Event], index: int) -> int:
 class _Cutter:
     """Turns a section's span of events into rows with local numbers."""
 
-    def __init__(
-        self,
-        structure: Structure,
-        events: list[Event],
-        sizes: list[tuple[int, int]],
-        present: list[str],
-        spans: dict[str, tuple[range, range]],
-    ) -> None:
-        self.events, self.sizes, self.present = events, sizes, present
-        self.spans = spans
+    def __init__(self, structure: Structure, run: Run, present: list[str]) -> None:
+        events = self.events = run.events
+        self.sizes, self.present = run.sizes, present
+        spans = self.spans = _spans(events, present)
         self.born: dict[int, tuple[int, bool]] = {}  # buffer -> (section, in backward)
         self.died: dict[int, tuple[int, bool]] = {}
         gradients = {event.buffer for event in events if event.code == GRADIENT}
@@ -160,20 +198,26 @@ class _Cutter:
         )
 
     def _after_forward(self, position: int) -> list[int]:
-        """Buffers of this or an earlier section's forward that a later section frees, in the order of birth."""
-        return [
-            buffer
+        """Buffers of this or an earlier section's forward that a later section frees.
+
+        First those that the next section hands on, each in the order of birth: so neighbours agree on slots although
+        the first and the last block of a row meet others than those between them.
+        """
+        handed = [
+            (buffer, self.died[buffer][0])
             for buffer, (section, in_backward) in self.born.items()
             if not in_backward and section <= position and self.died.get(buffer, (-1, True))[0] > position
         ]
+        return [buffer for buffer, _ in sorted(handed, key=lambda item: item[1] == position + 1)]
 
     def _after_backward(self, position: int) -> list[int]:
-        """Buffers of this or a later section's backward that an earlier section frees, in the order of birth."""
-        return [
-            buffer
+        """Buffers of this or a later section's backward that an earlier section frees, in the same order."""
+        handed = [
+            (buffer, self.died[buffer][0])
             for buffer, (section, in_backward) in self.born.items()
             if in_backward and section >= position and self.died.get(buffer, (len(self.present), True))[0] < position
         ]
+        return [buffer for buffer, _ in sorted(handed, key=lambda item: item[1] == position - 1)]
 
     def _rows(self, span: range, slots: dict[int, int], class_index: int) -> tuple[int, ...]:
         rows: list[int] = []

@@ -1,13 +1,14 @@
 """Model -> bytes: one forward and backward under fake tensors, cut into sections, affine in the micro-batch.
 
-In goes a workload; out come its Structure and a SectionTrace per section class and way to recompute. Only the first
-three blocks of a class run, the rest pass through, and the middle one stands for all; two runs with different
-micro-batches give every size as `constant + per_sample * micro_batch`. Nothing of the model's size is allocated.
+In goes a workload; out come its Structure and a SectionTrace per section class and way to recompute. Only three blocks
+of a row of equal ones run, the rest pass through (modeling.stubs); two runs with different micro-batches give every
+size as `constant + per_sample * micro_batch`. Nothing of the model's size is allocated.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -16,12 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.errors import TraceError
-from osdp_ray.modeling.materialize import build_bare
+from osdp_ray.modeling.materialize import build_bare, build_on_meta
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
-from osdp_ray.modeling.stubs import stubbed
-from osdp_ray.profiling.recorder import BACKWARD, Recorder, attach_gradient_hook, attach_hooks
-from osdp_ray.profiling.sections import cut_sections
+from osdp_ray.modeling.stubs import stand_ins, stubbed
+from osdp_ray.profiling import values
+from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
+from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs
 from osdp_ray.records.profile import Recompute, SectionTrace
 from osdp_ray.workload import Workload
 
@@ -45,28 +47,63 @@ def trace(workload: Workload) -> Trace:
     blocks = find_blocks(model, workload.blocks)
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
-    recorded: dict[Recompute, list[Recorder]] = {}
-    with stubbed(model, blocks) as stubs, _Subject(workload, model, blocks, stubs) as subject:
-        for recompute in RECOMPUTES if blocks else RECOMPUTES[:1]:
-            recorded[recompute] = [subject.record(recompute, batch) for batch in batches]
-    structure = build_structure(model, blocks, recorded["none"][0].order)
-    traces: list[SectionTrace] = []
-    for recompute, recorders in recorded.items():
-        traces += cut_sections(structure, recompute, [recorder.events for recorder in recorders], _MICRO_BATCHES)
+    try:
+        structure, traces = _trace_model(workload, model, blocks, batches)
+    except _RunsTwice:
+        structure, traces = _trace_model(workload, build_bare(workload), (), batches)
     return Trace(
         structure=structure,
-        traces=tuple(traces),
+        traces=traces,
         batch_bytes_per_sample=_bytes_per_sample(batches),
         buffer_bytes=buffer_bytes,
     )
 
 
+class _RunsTwice(Exception):
+    """A block runs more than once in one forward, so that it is no stretch of the model's time."""
+
+
+def _trace_model(
+    workload: Workload, model: nn.Module, blocks: tuple[str, ...], batches: list[Any]
+) -> tuple[Structure, tuple[SectionTrace, ...]]:
+    """Structure and traces with these blocks; an empty tuple makes the whole model one section."""
+    rows = stand_ins(model, blocks)
+    runs: list[Run] = []
+    order: list[str] = []
+    with stubbed(model, blocks) as stubs, _Subject(workload, model, blocks, stubs) as subject:
+        for recompute in RECOMPUTES if blocks else RECOMPUTES[:1]:
+            recorders = [subject.record(recompute, batch) for batch in batches]
+            if not order:
+                order = recorders[0].order
+                if any(order.count(name) > 1 for name in blocks):
+                    raise _RunsTwice
+            runs.append(join_runs(recompute, [recorder.events for recorder in recorders], _MICRO_BATCHES))
+    draft = build_structure(model, blocks, order)
+    structure = build_structure(model, blocks, order, find_variants(draft, runs, rows))
+    return structure, tuple(trace for run in runs for trace in cut_sections(structure, run))
+
+
 def _first_batch(workload: Workload, micro_batch: int) -> Any:
-    batch = next(iter(workload.build_batches(0, 1, micro_batch, 0, 0)), None)
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    if not tensors:
+    """The first batch, whose shapes stand for all. Raises TraceError where there is none, or the second one differs."""
+    batches = workload.build_batches(0, 1, micro_batch, 0, 0)
+    if not isinstance(batches, Iterable):
+        raise TraceError("", f"build_batches returned {batches!r}, no batches", "Yield batches from it, without end")
+    iterator = iter(batches)
+    batch = next(iterator, None)
+    if not _shapes(batch):
         raise TraceError("", "build_batches yielded no tensors", "Yield a tensor, or tuples or dicts of tensors")
+    later = next(iterator, batch)
+    if _shapes(later) != _shapes(batch):
+        raise TraceError(
+            "",
+            f"batches differ in shape from one to the next: {_shapes(batch)}, then {_shapes(later)}",
+            "Pad or cut every sample to one length, so that each step holds what was planned",
+        )
     return batch
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def _bytes_per_sample(batches: list[Any]) -> int:
@@ -97,7 +134,8 @@ class _Subject:
             if name not in stubs and not name.startswith(inside)
         ]
         dtype = torch.bfloat16 if workload.precision == "bf16" else None
-        self.originals = _make_fake([module for _, module in self.modules], self.mode, dtype)
+        self.originals = _make_fake(self.modules, self.mode, _small_values(workload, self.modules), dtype)
+        model.train()
         self.parameters = {
             id(parameter): (f"{name}.{key}" if name else key, parameter)
             for name, module in reversed(self.modules)
@@ -114,7 +152,7 @@ class _Subject:
     def record(self, recompute: Recompute, batch: Any) -> Recorder:
         """Records one forward and backward with every block recomputed as given."""
         recorder = Recorder()
-        fake = tree_map(lambda leaf: self.mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        fake = tree_map(self._fake, batch)
         tensors = [
             tensor for _, module in self.modules for tensor in (*module._parameters.values(), *module._buffers.values())
         ]
@@ -137,6 +175,13 @@ class _Subject:
                     del block.forward
         return recorder
 
+    def _fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        fake = self.mode.from_tensor(leaf)
+        values.remember(fake, leaf)
+        return fake
+
     def _attach(self, recorder: Recorder) -> list[Any]:
         handles = []
         for name, module in self.modules:
@@ -152,21 +197,77 @@ class _Subject:
 
     def _run(self, recorder: Recorder, batch: Any) -> None:
         try:
-            with self.mode, recorder, _fake_random_state():
+            with self.mode, recorder, Numbers(recorder), _fake_random_state(), _real_branches():
                 loss = self.workload.loss(self.model, batch)
+                _check_loss(loss)
                 recorder.mark(BACKWARD, "")
-                (loss / 1).backward()  # as the worker does, for accumulation
+                _run_backward(loss / 1)  # the worker divides too, for accumulation
                 del loss
+        except values.UNREADABLE as error:
+            raise TraceError(
+                self._failing_module(error),
+                f"it reads values of activations or parameters, which have none before a run ({_first_line(error)})",
+                "Avoid .item(), .tolist(), bool(tensor) and shapes that depend on values; of a mixture of experts take "
+                "an implementation of fixed shapes, such as grouped_mm",
+            ) from error
         except (RuntimeError, NotImplementedError, ValueError) as error:
             raise TraceError(
-                recorder.order[-1] if recorder.order else "",
-                f"fake tensors cannot run it ({type(error).__name__}: {str(error).splitlines()[0]})",
-                "Avoid shapes and branches that depend on values, or register a fake kernel for custom operations",
+                self._failing_module(error),
+                f"fake tensors cannot run it ({_first_line(error)})",
+                "Check that its shapes fit each other, and register a fake kernel for custom operations "
+                "(torch.library.register_fake)",
             ) from error
+
+    def _failing_module(self, error: BaseException) -> str:
+        """The innermost module in whose code the error was raised, '' where it was none."""
+        names = {id(module): name for name, module in reversed(self.modules)}
+        found = ""
+        trail = error.__traceback__
+        while trail is not None:
+            found = names.get(id(trail.tb_frame.f_locals.get("self")), found)
+            trail = trail.tb_next
+        return found
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise TraceError("", f"loss returned {what}", "Return the mean loss of the micro-batch, one number as a tensor")
+    if not loss.requires_grad:
+        raise TraceError("", "its loss depends on no parameter that is trained", "Let parameters require gradients")
+
+
+def _run_backward(loss: torch.Tensor) -> None:
+    """`loss.backward()`, without leaving `Numbers`, which must see what is recomputed (torch 2.13's own call)."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _small_values(workload: Workload, modules: list[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
+    """Values of the small integer buffers (positions, masks), which branches may read."""
+    names = [
+        f"{name}.{key}" if name else key
+        for name, module in modules
+        for key, buffer in module.named_buffers(recurse=False)
+        if values.may_have_value(buffer)
+    ]
+    if not names:
+        return {}
+    _, initialisation = build_on_meta(workload)
+    return {name: initialisation.whole(name, "cpu", 0) for name in names if initialisation.is_known(name)}
 
 
 def _make_fake(
-    modules: list[nn.Module], mode: FakeTensorMode, dtype: torch.dtype | None
+    modules: list[tuple[str, nn.Module]],
+    mode: FakeTensorMode,
+    small_values: dict[str, torch.Tensor],
+    dtype: torch.dtype | None,
 ) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
     """Replaces the modules' meta parameters and buffers by fake CPU ones in place; ties stay ties.
 
@@ -175,7 +276,7 @@ def _make_fake(
     """
     replaced: dict[int, Any] = {}
     originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for module in modules:
+    for path, module in modules:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
@@ -187,6 +288,9 @@ def _make_fake(
                     with mode:
                         fake = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device="cpu")
                     replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    known = small_values.get(f"{path}.{name}" if path else name)
+                    if known is not None:
+                        values.remember(fake, known)
                 tensors[name] = replaced[id(tensor)]
     return originals
 
@@ -202,3 +306,18 @@ def _fake_random_state() -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state, torch.set_rng_state = saved
+
+
+@contextlib.contextmanager
+def _real_branches() -> Iterator[None]:
+    """Lets transformers take the branches of a real run: it looks for fake tensors, and then reads no mask's values."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    saved = getattr(module, "is_fake_tensor", None)
+    if saved is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = saved  # type: ignore[union-attr]

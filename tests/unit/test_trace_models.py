@@ -1,0 +1,153 @@
+"""Tracing takes models as they come, and says of those that it cannot take what is wrong and where."""
+
+import pytest
+import torch
+from torch import nn
+
+from osdp_ray.errors import TraceError
+from osdp_ray.profiling.trace import trace
+from tests.models import LENGTH, OWN, VALUES, WIDTH, Built, Layer, Stack
+
+
+def sections_of(name):
+    traced = trace(OWN[name]())
+    return [(section.name, section.class_index) for section in traced.structure.sections], traced
+
+
+def test_blocks_of_two_kinds_in_turn_are_told_apart():
+    sections, traced = sections_of("alternating")
+    kinds = [traced.structure.classes[index].parameters[2].shape[0] for _, index in sections[1:-1]]
+    assert kinds == [96, 64] * 4
+
+
+def test_a_block_that_differs_by_its_neighbours_has_a_class_of_its_own():
+    sections, _ = sections_of("first-frozen")
+    assert [name for name, _ in sections] == ["stem", *(f"layers.{i}" for i in range(5)), "head"]
+    classes = [index for _, index in sections[1:-1]]
+    assert classes[0] == classes[1]
+    assert classes[2] not in classes[:2]
+
+
+@pytest.mark.parametrize("name", ["shared-layers", "one-shared-layer", "no-blocks"])
+def test_a_model_without_blocks_that_run_once_is_one_section(name):
+    sections, traced = sections_of(name)
+    assert [name for name, _ in sections] == ["stem", "head"]
+    owned = sum(len(section_class.parameters) for section_class in traced.structure.classes)
+    assert owned == len(list(OWN[name]().build_model().parameters()))
+
+
+def test_a_deep_model_gives_the_traces_of_a_shallow_one():
+    shallow, deep = (trace(Built(lambda n=n: Stack([Layer() for _ in range(n)]))) for n in (4, 12))
+    assert shallow.traces == deep.traces
+    assert len(deep.structure.sections) == len(shallow.structure.sections) + 8
+
+
+def test_numbers_that_come_from_the_batch_may_be_read():
+    class Cut(Stack):
+        def forward(self, tokens):
+            if (tokens >= 0).all():
+                return super().forward(tokens[:, : LENGTH // 2])
+            return super().forward(tokens)
+
+    half, whole = trace(Built(lambda: Cut([Layer()]))), trace(Built(lambda: Stack([Layer()])))
+    assert sum(half.traces[0].forward[3::5]) + sum(half.traces[0].forward[4::5]) < sum(
+        whole.traces[0].forward[3::5]
+    ) + sum(whole.traces[0].forward[4::5])
+
+
+class Reading(Layer):
+    def forward(self, x):
+        return x * 2 if x.sum().item() > 0 else x
+
+
+class Choosing(Layer):
+    def forward(self, x):
+        return x + self.up(x[x.sum(-1) > 0]).sum()
+
+
+class Misfit(Layer):
+    def forward(self, x):
+        return self.down(self.norm(x))
+
+
+@torch.library.custom_op("osdp_tests::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Custom(Layer):
+    def forward(self, x):
+        return double(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Reading, r"'layers.1' .* reads values .* Avoid \.item\(\)"),
+        (Choosing, r"'layers.1' .* reads values .* shapes that depend on values"),
+        (Misfit, r"'layers.1.down' .* fake tensors cannot run it .* Check that its shapes fit"),
+        (Custom, r"'layers.1' .* fake tensors cannot run it .* register a fake kernel"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_is_refused_with_the_module_and_the_remedy(layer, message):
+    with pytest.raises(TraceError, match=message):
+        trace(Built(lambda: Stack([Layer(), layer()])))
+
+
+class Batches(Built):
+    def __init__(self, batches):
+        super().__init__(lambda: Stack([Layer()]))
+        self.batches = batches
+
+    def build_batches(self, rank, num_ranks, micro_batch, seed, start_step):
+        return self.batches(micro_batch)
+
+
+def tokens(*shape):
+    return torch.randint(VALUES, shape)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (lambda n: None, r"build_batches returned None, no batches. Yield batches from it"),
+        (lambda n: iter(()), r"build_batches yielded no tensors. Yield a tensor"),
+        (lambda n: iter([3, 3]), r"build_batches yielded no tensors. Yield a tensor"),
+        (lambda n: iter([tokens(n, 4), tokens(n, 5)]), r"\(2, 4\)\], then \[\(2, 5\)\]. Pad or cut every sample"),
+        (lambda n: iter([tokens(4, 4)] * 2), r"do not grow in proportion .* whose first dimension is the micro-batch"),
+    ],
+)
+def test_batches_that_cannot_be_planned_for_are_refused(batches, message):
+    with pytest.raises(TraceError, match=message):
+        trace(Batches(batches))
+
+
+class Lossy(Built):
+    def __init__(self, loss):
+        super().__init__(lambda: Stack([Layer()]))
+        self.given = loss
+
+    def loss(self, model, batch):
+        return self.given(model(batch))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output: None, r"loss returned None. Return the mean loss"),
+        (lambda output: output, r"loss returned a tensor of shape \(2, 16, 50\). Return the mean loss"),
+        (lambda output: output.detach().mean(), r"depends on no parameter .* Let parameters require gradients"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_is_refused(loss, message):
+    with pytest.raises(TraceError, match=message):
+        trace(Lossy(loss))
+
+
+def test_a_branch_on_the_size_of_the_batch_is_refused():
+    class Branching(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).relu() if len(x) > 2 else super().forward(x)
+
+    with pytest.raises(TraceError, match=r"other operations at micro-batch 2 than at 3\. Avoid branches"):
+        trace(Built(lambda: Stack([Branching(WIDTH, WIDTH)])))
