@@ -47,7 +47,12 @@ class _Recorder(TorchDispatchMode):
         skip = _is_random(function) and args[0].is_meta  # meta kernels of random operations are slow, and do nothing
         result = args[0] if skip else function(*args, **kwargs)
         written = {_key(args[0])} if function._schema.is_mutable and args and _is_meta(args[0]) else set()
-        created = tuple(leaf for leaf in tree_leaves(result) if _is_meta(leaf) and _key(leaf) not in self.by_storage)
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if _is_meta(leaf)}
+        created = tuple(
+            leaf
+            for leaf in tree_leaves(result)
+            if _is_meta(leaf) and _key(leaf) not in self.by_storage and _key(leaf) not in given
+        )
         if written or created:
             self.record(function, args, kwargs, created, written)
         return result

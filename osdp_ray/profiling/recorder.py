@@ -6,7 +6,8 @@ mark where FSDP2's own hooks would run. What fake tensors do otherwise than real
 - autograd accumulates a second gradient in place where it holds the only reference, but never under a dispatch mode;
   the out-of-place `add` that replaces it is undone.
 - some CPU kernels allocate a workspace inside; `workspaces.py` gives its size as a WORKSPACE event.
-- Python numbers in arithmetic become tensors of 8 bytes, which no dispatch mode sees and autograd may keep; `Numbers`.
+- Python numbers in products become tensors of 8 bytes, which no dispatch mode sees and autograd keeps, past any hooks
+  on what is saved; `Numbers`.
 - what a block holds of its inputs, and what called it of its outputs, ends at times of its own, which depend on what
   is recomputed elsewhere; at a block's border a tensor is replaced by another one that stands for the same bytes, so
   that each holder's end is seen by itself (HOLD).
@@ -15,6 +16,7 @@ mark where FSDP2's own hooks would run. What fake tensors do otherwise than real
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.profiling import values
-from osdp_ray.profiling.workspaces import FAKE_KERNELS, NUMBER_BYTES, casts_number, workspace_bytes
+from osdp_ray.profiling.workspaces import FAKE_KERNELS, NUMBER_BYTES, workspace_bytes
 from osdp_ray.records.profile import ALLOC, ENTER, EXIT, FREE, GRADIENT, HOLD, POST_BACKWARD, PRE_BACKWARD, WORKSPACE
 
 
@@ -56,8 +58,6 @@ class Recorder(TorchDispatchMode):
         self._foreign: set[int] = set()
         self._aliases: dict[int, int] = {}  # buffers that are, in a real run, another one
         self._merged: set[int] = set()  # buffers that live on in the one that stands for a sum in place
-        self._numbers: dict[int, torch.dtype] = {}  # storages that stand for Python numbers, and the numbers' dtypes
-
         self._in_attention = False
 
     def own(self, tensors: Any) -> None:
@@ -109,27 +109,15 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
-        """Within it a mask is added in place, as real tensors do it (transformers/attention.cpp, `_math`)."""
-        self._in_attention = True
+        """Within it a mask is added in place, as real tensors do it (transformers/attention.cpp, `_math`).
+
+        Under a dispatch mode of the model's own (selective recomputation) they do not.
+        """
+        self._in_attention = _get_current_dispatch_mode_stack()[-1] is self
         try:
             yield
         finally:
             self._in_attention = False
-
-    def number(self, number: int | float, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in the place of a Python number that meets `tensor`: torch would make one of float64 or int64."""
-        is_wide = tensor.is_floating_point() or tensor.is_complex()
-        if isinstance(number, float):
-            dtype = tensor.dtype if is_wide else torch.get_default_dtype()
-        else:
-            dtype = torch.int64 if tensor.dtype == torch.bool else tensor.dtype
-        recording, self.recording = self.recording, False
-        stand_in = torch.empty((), dtype=dtype)
-        self.recording = recording
-        values.remember_number(stand_in, number)
-        self._see(stand_in, NUMBER_BYTES)
-        self._numbers[stand_in.untyped_storage()._cdata] = torch.float64 if isinstance(number, float) else torch.int64
-        return stand_in
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -149,25 +137,14 @@ class Recorder(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 new += self._see(leaf)
-        workspace = workspace_bytes(function, args, result) + self._cast_bytes(function, args, result)
+        workspace = workspace_bytes(function, args, result)
         if workspace:
             self.events.append(Event(code=WORKSPACE, num_bytes=workspace))
         if in_place and new:
             self._merge(args[0], new[0])
         return result
 
-    def _cast_bytes(self, function: Any, args: tuple[Any, ...], result: Any) -> int:
-        """The copy that a kernel makes of a number of another dtype than the one it computes in."""
-        if not self._numbers or len(args) < 2 or not casts_number(function):
-            return 0
-        for leaf in args[:2]:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
-                dtype = self._numbers.get(leaf.untyped_storage()._cdata)
-                if dtype is not None and dtype != result.dtype:
-                    return int(result.element_size())
-        return 0
-
-    def _see(self, tensor: torch.Tensor, num_bytes: int | None = None) -> list[int]:
+    def _see(self, tensor: torch.Tensor) -> list[int]:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or key in self._foreign:
@@ -175,13 +152,11 @@ class Recorder(TorchDispatchMode):
         number = self._num_buffers
         self._num_buffers += 1
         self._live[key] = (number, weakref.ref(storage, lambda _: self._gone(key, number)))
-        size = storage.nbytes() if num_bytes is None else num_bytes
-        self.events.append(Event(code=ALLOC, buffer=number, num_bytes=size))
+        self.events.append(Event(code=ALLOC, buffer=number, num_bytes=storage.nbytes()))
         return [number]
 
     def _gone(self, key: int, number: int) -> None:
         self._live.pop(key, None)
-        self._numbers.pop(key, None)
         if number in self._merged:
             self._merged.discard(number)
         elif self.recording:
@@ -224,10 +199,22 @@ class Numbers(TorchFunctionMode):
         if function in _REVERSED and not isinstance(args[1], torch.Tensor):
             return self.__torch_function__(torch.mul, types, (args[0].reciprocal(), args[1]))
         if function in _SCALING and len(args) == 2 and self._recorder.recording:
-            tensor, number = args
-            if isinstance(tensor, torch.Tensor) and type(number) in (int, float):
-                args = (tensor, self._recorder.number(number, tensor))
+            result = function(*args)
+            if result.grad_fn is not None and type(args[1]) in (int, float):
+                _save_number(result.grad_fn)
+            return result
         return function(*args, **(kwargs or {}))
+
+
+def _save_number(node: torch.autograd.graph.Node) -> None:
+    """Has a node of autograd's graph hold a number as a tensor until it has run, as products and quotients do."""
+    kept = node.metadata
+    kept["osdp_number"] = torch.empty(NUMBER_BYTES, dtype=torch.uint8)
+
+    def ran(*_: Any) -> None:
+        kept.pop("osdp_number", None)
+
+    node.register_hook(ran)
 
 
 _SCALING_METHODS = ("mul", "mul_", "multiply", "multiply_", "div", "div_", "divide", "divide_", "true_divide")
@@ -254,6 +241,19 @@ class _MarkPostBackward(torch.autograd.Function):
         return None, None, *gradients
 
 
+class _Other(torch.autograd.Function):
+    """Replaces what a block gives; a real run has nothing in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, replace: _Replace, *outputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(replace(tensor) for tensor in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *gradients
+
+
 def attach_hooks(recorder: Recorder, name: str, module: nn.Module, *, is_block: bool = False) -> list[Any]:
     """Marks a module's entries, exits and backward at the places where FSDP2's hooks would run.
 
@@ -266,7 +266,8 @@ def attach_hooks(recorder: Recorder, name: str, module: nn.Module, *, is_block: 
         if not torch.is_grad_enabled():
             return None
         replace = recorder.another_holder() if is_block else _same
-        return _replaced((args, kwargs), replace, lambda: recorder.mark(POST_BACKWARD, name))
+        mark = functools.partial(recorder.mark, POST_BACKWARD, name)
+        return _replaced((args, kwargs), replace, lambda tracked: _MarkPostBackward.apply(mark, replace, *tracked))
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         recorder.mark(EXIT, name)
@@ -275,7 +276,10 @@ def attach_hooks(recorder: Recorder, name: str, module: nn.Module, *, is_block: 
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: recorder.mark(PRE_BACKWARD, name))
-        return _replaced(output, recorder.another_holder(), lambda: None) if is_block else None
+        if not is_block:
+            return None
+        replace = recorder.another_holder()
+        return _replaced(output, replace, lambda tracked: _Other.apply(replace, *tracked))
 
     return [
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -287,11 +291,11 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _replaced(tree: Any, replace: _Replace, mark: Callable[[], None]) -> Any:
-    """A tree with every tensor replaced; `mark` is called once the gradients of all that require one are there."""
+def _replaced(tree: Any, replace: _Replace, replace_tracked: Callable[[list[torch.Tensor]], Any]) -> Any:
+    """A tree with every tensor replaced, those that require a gradient all at once."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     tracked = [leaf for leaf in tensors if leaf.requires_grad]
-    marked = iter(_MarkPostBackward.apply(mark, replace, *tracked) if tracked else ())
+    marked = iter(replace_tracked(tracked) if tracked else ())
 
     def other(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -206,7 +206,9 @@ class _Cutter:
         if position < 0:
             return []
         taker = position if position else 1
-        own = [buffer for buffer, (section, in_backward) in self.born.items() if section == position and not in_backward]
+        own = [
+            buffer for buffer, (section, in_backward) in self.born.items() if section == position and not in_backward
+        ]
         own.sort(key=lambda buffer: self.rank.get((taker, buffer), len(self.rank)))
         return [buffer for buffer in (*own, *self._after_forward(position - 1)) if self.reach[buffer][1] > position]
 

@@ -23,13 +23,6 @@ def remember(fake: torch.Tensor, real: torch.Tensor) -> None:
         setattr(fake, _ATTRIBUTE, real)
 
 
-def remember_number(fake: torch.Tensor, number: int | float) -> None:
-    """The same for a Python number."""
-    if may_have_value(fake):
-        with _disable_current_modes():
-            setattr(fake, _ATTRIBUTE, torch.tensor(number, dtype=fake.dtype))
-
-
 def copy(fake: torch.Tensor, other: torch.Tensor) -> None:
     """Gives another fake tensor the value of one, if it has one."""
     if hasattr(fake, _ATTRIBUTE):

@@ -21,16 +21,14 @@ def workspace_bytes(function: Any, args: tuple[Any, ...], result: Any) -> int:
     formula = _FORMULAS.get(function)
     if formula is not None:
         return formula(args, result)
-    return _number_bytes(args, result) if casts_number(function) else 0
-
-
-def casts_number(function: Any) -> bool:
-    """Whether an operation takes a number for one of its operands, as a tensor (TensorIterator, BinaryOps.cpp)."""
-    return function in _BINARY
+    return _number_bytes(args, result) if function in _BINARY else 0
 
 
 def _number_bytes(args: tuple[Any, ...], result: Any) -> int:
-    """A Python number becomes a tensor of float64 or int64, and where the kernel computes in another dtype a copy."""
+    """A Python number becomes a tensor of float64 or int64, and where the kernel computes in another dtype a copy.
+
+    See TensorIterator.cpp and BinaryOps.cpp.
+    """
     for value in args[:2]:
         if isinstance(value, bool | int | float):
             tensor = args[0] if isinstance(args[0], torch.Tensor) else args[1]
