@@ -49,6 +49,8 @@ def parse_bytes_per_s(text: str) -> float:
         raise ValueError(f"{text!r} is no rate with a unit; write it like 300GB/s or 100Gbit/s")
     if match[2] in _BITS_PER_UNIT:
         return float(match[1]) * _BITS_PER_UNIT[match[2]] / 8
+    if match[2].endswith("b"):  # a size may be written so, but a rate of 100Gb/s is one of bits to most people
+        raise ValueError(f"{match[2]!r} in {text!r} may mean bits or bytes; write it like 300GB/s or 100Gbit/s")
     return float(parse_bytes(amount))
 
 

@@ -36,7 +36,7 @@ class Mapping:
             self._values[text] = (name, value)
 
     def fault(self, name: str, problem: str, remedy: str, node: yaml.Node | None = None) -> ClusterFileError:
-        """The error for a key of this mapping, or for all of it where `name` is ''; at `node` or where the mapping is."""
+        """The error for a key of this mapping, or for all of it where `name` is ''; in the line of `node`, if given."""
         line = self.line if node is None else node.start_mark.line + 1
         return ClusterFileError(self.path, line, self._full(name), problem, remedy)
 

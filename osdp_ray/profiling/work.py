@@ -21,6 +21,7 @@ _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
     (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 )  # they move nothing
+_READ_ONLY = ("grads",)  # of fused optimizers, which write them only where a gradient scaler is used
 _UNREAD = frozenset((_aten.copy_, _aten.fill_, _aten.zero_, _aten.zeros_like, _aten.ones_like, _aten.full_like))
 _LOOKUPS = frozenset((_aten.embedding, _aten.index, _aten.index_select, _aten.gather))  # read as much as they write
 
@@ -158,7 +159,7 @@ def operation_bytes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         written = [
             tensor
             for value, argument in zip(args, function._schema.arguments, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in _READ_ONLY
             for tensor in _tensors(value)
         ]
     else:
@@ -189,7 +190,7 @@ def _precision(args: tuple[Any, ...]) -> Precision:
 
 
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Two products of [queries, keys] by the head size; a causal mask leaves half of each (args: q, k, v, p, causal)."""
+    """Two products of [queries, keys] by the head size; a causal mask leaves half of each."""
     return 2 * _one_product(args[0], args[1], _is_causal(args, kwargs, 4))
 
 
