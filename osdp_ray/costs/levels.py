@@ -35,6 +35,15 @@ class StepBytes:
         return max(self.peak_by_phase.values())
 
 
+class Held:
+    """A buffer that outlives its section, and how many hold it."""
+
+    __slots__ = ("holders", "num_bytes")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.holders = num_bytes, 1
+
+
 class PlayedUnit:
     """A unit while a step is played."""
 

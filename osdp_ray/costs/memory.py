@@ -15,14 +15,16 @@ torch 2.13 runs them without streams (`torch.distributed.fsdp._fully_shard`):
 
 from collections.abc import Callable
 
-from osdp_ray.costs.levels import PHASES, PlayedUnit, SectionBytes
-from osdp_ray.costs.programs import RUN, TAKE, Pass, table_of
+from osdp_ray.costs.levels import PHASES, Held, PlayedUnit, SectionBytes
+from osdp_ray.costs.programs import BEAR, RUN, Pass, table_of
 from osdp_ray.records.plan import SectionPlan
 from osdp_ray.records.profile import (
     ENTER,
     EXIT,
     FOREIGN,
+    FREE,
     GRADIENT,
+    HOLD,
     POST_BACKWARD,
     PRE_BACKWARD,
     ROOT,
@@ -52,8 +54,9 @@ class StepSimulator:
         self.synchronises = True
         self.recompute_root: PlayedUnit | None = None
         self.forward_order: list[PlayedUnit] = []
-        self.outputs: list[dict[int, int]] = [{} for _ in sections]
-        self.gradient_outputs: list[dict[int, int]] = [{} for _ in sections]
+        self.own: list[dict[int, Held]] = [{} for _ in sections]
+        self.outputs: list[list[Held | None]] = [[] for _ in sections]
+        self.gradient_outputs: list[list[Held | None]] = [[] for _ in sections]
 
     def _add_units(self, section: SectionPlan, class_index: int) -> None:
         section_class = self.profile.classes[class_index]
@@ -265,8 +268,11 @@ class StepSimulator:
         for code, subject, first, second in compiled.steps:
             if code == RUN:
                 self._run(first, second)
-            elif code == TAKE:
-                self._free(self._take(position, subject))
+            elif code == BEAR:
+                self.own[position][subject] = Held(first)
+                self._alloc(first)
+            elif code in (HOLD, FREE):
+                self._hold(self._held(position, subject), 1 if code == HOLD else -1)
             elif code == GRADIENT:
                 self._gradient(position, subject, self._take(position, second) if second else first)
             elif subject == ROOT:
@@ -287,13 +293,30 @@ class StepSimulator:
         self.held_flat = 0
         self._enter_phase("loss")
 
-    def _take(self, position: int, buffer: int) -> int:
-        """Takes a neighbour's buffer by its slot; its bytes."""
+    def _held(self, position: int, buffer: int) -> Held | None:
+        """An own buffer that is handed on, or a neighbour's by its slot; None where there is no such neighbour."""
+        if buffer >= 0:
+            return self.own[position].get(buffer)
         slot, of_gradient = divmod(-buffer - 1, 2)
         neighbour = position + 1 if of_gradient else position - 1
         if not 0 <= neighbour < len(self.sections):
+            return None
+        handed = (self.gradient_outputs if of_gradient else self.outputs)[neighbour]
+        return handed[slot] if slot < len(handed) else None
+
+    def _hold(self, held: Held | None, change: int) -> None:
+        if held is not None and held.holders > 0:
+            held.holders += change
+            if held.holders == 0:
+                self._free(held.num_bytes)
+
+    def _take(self, position: int, buffer: int) -> int:
+        """Makes a neighbour's buffer something else, which is freed elsewhere; its bytes."""
+        held = self._held(position, buffer)
+        if held is None or held.holders == 0:
             return 0
-        return (self.gradient_outputs if of_gradient else self.outputs)[neighbour].pop(slot, 0)
+        held.holders = 0
+        return held.num_bytes
 
     def _gradient(self, position: int, operator: int, num_bytes: int) -> None:
         unit = self._unit(position, operator)
@@ -308,21 +331,20 @@ class StepSimulator:
 
     def _hand_on(self, position: int, compiled: Pass) -> None:
         """Passes on what later sections free. What nobody freed dies with its section's backward, own buffers last."""
-        outputs = {
-            slot: self._take(position, buffer) if buffer else num_bytes
-            for slot, (buffer, num_bytes) in enumerate(compiled.outputs)
-        }
+        handed = [self._held(position, buffer) for buffer in compiled.outputs]
         if not self.in_backward:
-            self.outputs[position] = outputs
+            self.outputs[position] = handed
             return
-        left = [self.outputs[position]]
+        left = [*self.own[position].values()]
         if position + 1 < len(self.sections):
-            left.append(self.gradient_outputs[position + 1])
-        for buffers in left:
-            self._free(sum(buffers.values()))
-            buffers.clear()
+            left += [held for held in self.gradient_outputs[position + 1] if held is not None]
+        for held in left:
+            if held.holders and held not in handed:
+                held.holders = 0
+                self._free(held.num_bytes)
+        self.own[position].clear()
         self.left_bytes += compiled.left_bytes
-        self.gradient_outputs[position] = outputs
+        self.gradient_outputs[position] = handed
 
     # -- a step
 
@@ -345,9 +367,12 @@ class StepSimulator:
             if self.phase == "loss":
                 self._enter_phase("backward")
         self._end_backward()
-        self._free(self.left_bytes + sum(self.gradient_outputs[0].values()))
+        self._free(self.left_bytes)
         self.left_bytes = 0
-        self.gradient_outputs[0].clear()
+        for held in self.gradient_outputs[0]:
+            if held is not None and held.holders:
+                held.holders = 0
+                self._free(held.num_bytes)
         self._free(batch_bytes)
         backward.reverse()
         return forward, backward

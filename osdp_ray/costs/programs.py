@@ -14,6 +14,7 @@ from osdp_ray.records.profile import (
     FOREIGN,
     FREE,
     GRADIENT,
+    HOLD,
     ROOT,
     WORKSPACE,
     Profile,
@@ -21,7 +22,7 @@ from osdp_ray.records.profile import (
     SectionTrace,
 )
 
-RUN, TAKE = -1, -2  # codes of compiled steps beside the hooks': a run of bytes, a neighbour's buffer freed
+RUN, BEAR = -1, -2  # codes of compiled steps beside a trace's: a run of bytes, a buffer that is handed on
 _KEPT_TABLES = 4
 
 
@@ -30,14 +31,15 @@ class Pass:
     """One pass over a section: steps `(code, subject, number, number)`.
 
     RUN    live += the first number, highest on the way: the second
-    TAKE   the buffer `subject` of a neighbour is freed (its slot, as a trace numbers it)
+    BEAR   an own buffer that is handed on: `subject` as a trace numbers it, the first number its bytes
+    HOLD, FREE  a holder more, a holder less of an own buffer that is handed on, or a neighbour's (its slot)
     GRADIENT  `subject` is an operator, the first number the bytes of its parameter's gradient, or the second one its
               slot among a neighbour's buffers (tied parameters)
     else   a hook of an operator, the section or the model
     """
 
     steps: tuple[tuple[int, int, int, int], ...]
-    outputs: tuple[tuple[int, int], ...]  # (slot of a neighbour or 0, own bytes): buffers handed on, in order
+    outputs: tuple[int, ...]  # buffers handed on, in order, as a trace numbers them
     left_bytes: int  # own buffers of both passes that nobody frees
 
 
@@ -83,35 +85,43 @@ class Table:
     ) -> Pass:
         rows = {False: _rows(trace.forward, micro_batch), True: _rows(trace.backward, micro_batch)}
         sizes = {row[2]: row[3] for row in [*rows[False], *rows[True]] if row[0] == ALLOC}
+        handed = {buffer for buffer in (*trace.outputs, *trace.gradient_outputs) if buffer >= 0}
+        holders: dict[int, int] = {}
+        if in_backward:
+            for code, _, buffer, _ in rows[False]:
+                holders[buffer] = holders.get(buffer, 0) + _HOLDERS.get(code, 0)
         steps: list[tuple[int, int, int, int]] = []
         net = peak = 0
         for code, subject, buffer, num_bytes in rows[in_backward]:
-            if code == ALLOC:
-                net += num_bytes
-                peak = max(peak, net)
+            if code in _HOLDERS and buffer >= 0 and buffer not in handed:
+                holders[buffer] = holders.get(buffer, 0) + _HOLDERS[code]
+                if code == ALLOC:
+                    net += num_bytes
+                    peak = max(peak, net)
+                elif holders[buffer] == 0:
+                    net -= sizes[buffer]
             elif code == WORKSPACE:
                 peak = max(peak, net + num_bytes)
-            elif code == FREE and buffer >= 0:
-                net -= sizes[buffer]
-            elif code in (FREE, GRADIENT) or subject == ROOT or subject >= FOREIGN or subject in hooks:
+            elif code in _HOLDERS or code == GRADIENT or subject == ROOT or subject >= FOREIGN or subject in hooks:
                 if net or peak:
                     steps.append((RUN, 0, net, peak))
                     net = peak = 0
                 steps.append(self._special(code, subject, buffer, sizes, class_index))
         if net or peak:
             steps.append((RUN, 0, net, peak))
-        handed = trace.gradient_outputs if in_backward else trace.outputs
         return Pass(
             steps=tuple(steps),
-            outputs=tuple((buffer, 0) if buffer < 0 else (0, sizes[buffer]) for buffer in handed),
+            outputs=trace.gradient_outputs if in_backward else trace.outputs,
             left_bytes=_left(trace, sizes) if in_backward else 0,
         )
 
     def _special(
         self, code: int, subject: int, buffer: int, sizes: dict[int, int], class_index: int
     ) -> tuple[int, int, int, int]:
-        if code == FREE:
-            return (TAKE, buffer, 0, 0)
+        if code == ALLOC:
+            return (BEAR, buffer, sizes[buffer], 0)
+        if code in _HOLDERS:
+            return (code, buffer, 0, 0)
         if code != GRADIENT:
             return (code, subject, 0, 0)
         if subject >= FOREIGN:
@@ -143,11 +153,20 @@ def _rows(flat: tuple[int, ...], micro_batch: int) -> list[tuple[int, int, int, 
     ]
 
 
+_HOLDERS = {ALLOC: 1, HOLD: 1, FREE: -1}
+
+
 def _left(trace: SectionTrace, sizes: dict[int, int]) -> int:
     """Bytes of own buffers that neither pass frees, hands on or makes a gradient."""
-    gone = {buffer for buffer in (*trace.outputs, *trace.gradient_outputs) if buffer >= 0}
+    left = dict.fromkeys(sizes, 0)
     for flat in (trace.forward, trace.backward):
         for i in range(0, len(flat), 5):
-            if flat[i] in (FREE, GRADIENT) and flat[i + 2] >= 0:
-                gone.add(flat[i + 2])
-    return sum(num_bytes for buffer, num_bytes in sizes.items() if buffer not in gone)
+            code, buffer = flat[i], flat[i + 2]
+            if code in _HOLDERS and buffer >= 0:
+                left[buffer] += _HOLDERS[code]
+            elif code == GRADIENT and buffer >= 0:
+                left[buffer] = -len(flat)
+    for buffer in (*trace.outputs, *trace.gradient_outputs):
+        if buffer >= 0:
+            left[buffer] = 0
+    return sum(sizes[buffer] for buffer, holders in left.items() if holders > 0)

@@ -7,6 +7,9 @@ mark where FSDP2's own hooks would run. What fake tensors do otherwise than real
   the out-of-place `add` that replaces it is undone.
 - some CPU kernels allocate a workspace inside; `workspaces.py` gives its size as a WORKSPACE event.
 - Python numbers in arithmetic become tensors of 8 bytes, which no dispatch mode sees and autograd may keep; `Numbers`.
+- what a block holds of its inputs, and what called it of its outputs, ends at times of its own, which depend on what
+  is recomputed elsewhere; at a block's border a tensor is replaced by another one that stands for the same bytes, so
+  that each holder's end is seen by itself (HOLD).
 - branches that read small integer tensors go where the values lead; see `values.py`.
 """
 
@@ -24,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.profiling import values
 from osdp_ray.profiling.workspaces import FAKE_KERNELS, NUMBER_BYTES, casts_number, workspace_bytes
-from osdp_ray.records.profile import ALLOC, ENTER, EXIT, FREE, GRADIENT, POST_BACKWARD, PRE_BACKWARD, WORKSPACE
+from osdp_ray.records.profile import ALLOC, ENTER, EXIT, FREE, GRADIENT, HOLD, POST_BACKWARD, PRE_BACKWARD, WORKSPACE
 
 
 @dataclasses.dataclass
@@ -77,6 +80,38 @@ class Recorder(TorchDispatchMode):
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return self._aliases.get(entry[0], entry[0]) if entry is not None else -1
 
+    def another_holder(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that gives, for tensors of one call, others that stand for the same buffers.
+
+        Tensors that share a storage share the new one. Parameters, buffers of modules and the batch stay themselves.
+        """
+        storages: dict[int, torch.Tensor] = {}
+
+        def replace(tensor: torch.Tensor) -> torch.Tensor:
+            key = tensor.untyped_storage()._cdata
+            buffer = self.buffer_of(tensor)
+            if buffer < 0 or not self.recording:
+                return tensor
+            recording, self.recording = self.recording, False
+            if key not in storages:
+                storages[key] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=tensor.device)
+                self._hold(storages[key], buffer)
+            whole = storages[key].view(tensor.dtype)
+            other = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+            values.copy(tensor, other)
+            self.recording = recording
+            return other
+
+        return replace
+
+    def _hold(self, tensor: torch.Tensor, buffer: int) -> None:
+        storage = tensor.untyped_storage()
+        key, number = storage._cdata, self._num_buffers
+        self._num_buffers += 1
+        self._aliases[number] = buffer
+        self._live[key] = (number, weakref.ref(storage, lambda _: self._gone(key, number)))
+        self.events.append(Event(code=HOLD, buffer=buffer))
+
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
         """Within it a mask is added in place, as real tensors do it (transformers/attention.cpp, `_math`)."""
@@ -103,7 +138,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is torch.ops.prim.device.default:
+        if function is torch.ops.prim.device.default or not self.recording:
             return function(*args, **kwargs)
         first = len(self.events)
         in_place = function is torch.ops.aten.add.Tensor and (self._in_attention or _accumulates_in_place(args[0]))
@@ -116,8 +151,6 @@ class Recorder(TorchDispatchMode):
                 result = values.read(function, args, kwargs)
             except KeyError:
                 raise error from None
-        if not self.recording:
-            return result
         new = []
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -212,50 +245,68 @@ _SCALING |= {torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divi
 _REVERSED = frozenset((torch.Tensor.__rtruediv__, torch.Tensor.__rdiv__))
 
 
+_Replace = Callable[[torch.Tensor], torch.Tensor]
+
+
 class _MarkPostBackward(torch.autograd.Function):
-    """Sits where FSDP2 puts its RegisterPostBackwardFunction: on the inputs of a module."""
+    """Sits where FSDP2 puts its RegisterPostBackwardFunction: on the inputs of a module, which it may replace."""
 
     @staticmethod
-    def forward(ctx: Any, mark: Callable[[], None], *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, mark: Callable[[], None], replace: _Replace, *inputs: torch.Tensor) -> Any:
         ctx.mark = mark
-        return inputs
+        return tuple(replace(tensor) for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.mark()
-        return None, *gradients
+        return None, None, *gradients
 
 
-def attach_hooks(recorder: Recorder, name: str, module: nn.Module) -> list[Any]:
-    """Marks a module's entries, exits and backward at the places where FSDP2's hooks would run."""
+def attach_hooks(recorder: Recorder, name: str, module: nn.Module, *, is_block: bool = False) -> list[Any]:
+    """Marks a module's entries, exits and backward at the places where FSDP2's hooks would run.
+
+    A block's inputs and outputs are replaced by tensors that stand for them; see the module's docstring.
+    """
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder.order.append(name)
         recorder.mark(ENTER, name)
         if not torch.is_grad_enabled():
             return None
-        tensors = [
-            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        if not tensors:
-            return None
-        marked = iter(_MarkPostBackward.apply(lambda: recorder.mark(POST_BACKWARD, name), *tensors))
-        return tree_map(
-            lambda leaf: next(marked) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf, (args, kwargs)
-        )
+        replace = recorder.another_holder() if is_block else _same
+        return _replaced((args, kwargs), replace, lambda: recorder.mark(POST_BACKWARD, name))
 
-    def after(_: nn.Module, args: Any, output: Any) -> None:
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
         recorder.mark(EXIT, name)
         if not torch.is_grad_enabled():
-            return
+            return None
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: recorder.mark(PRE_BACKWARD, name))
+        return _replaced(output, recorder.another_holder(), lambda: None) if is_block else None
 
     return [
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         module.register_forward_hook(after),
     ]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _replaced(tree: Any, replace: _Replace, mark: Callable[[], None]) -> Any:
+    """A tree with every tensor replaced; `mark` is called once the gradients of all that require one are there."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    tracked = [leaf for leaf in tensors if leaf.requires_grad]
+    marked = iter(_MarkPostBackward.apply(mark, replace, *tracked) if tracked else ())
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return next(marked) if leaf.requires_grad else replace(leaf)
+
+    return tree_map(other, tree)
 
 
 def attach_gradient_hook(recorder: Recorder, parameter: nn.Parameter, name: str) -> Any:

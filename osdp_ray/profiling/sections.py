@@ -17,6 +17,7 @@ from osdp_ray.records.profile import (
     FOREIGN,
     FREE,
     GRADIENT,
+    HOLD,
     POST_BACKWARD,
     PRE_BACKWARD,
     ROOT,
@@ -125,7 +126,7 @@ def _spans(events: list[Event], present: list[str]) -> dict[str, tuple[range, ra
     turn = next(index for index, event in enumerate(events) if event.code == BACKWARD)
     first = _first_index(events)
     enters = [first[(ENTER, name)] for name in blocks]
-    forward_ends = [*enters[1:], _past_frees(events, _last(events, EXIT, blocks[-1], turn) + 1)] if blocks else []
+    forward_ends = [*enters[1:], _past_releases(events, _last(events, EXIT, blocks[-1], turn) + 1)] if blocks else []
     pre = [first.get((PRE_BACKWARD, name), len(events)) for name in blocks]
     starts = [enters[0] if blocks else turn, *forward_ends]
     head_forward = range(forward_ends[-1] if blocks else turn, turn)
@@ -135,7 +136,7 @@ def _spans(events: list[Event], present: list[str]) -> dict[str, tuple[range, ra
             end = pre[index - 1]
         else:
             post = first.get((POST_BACKWARD, name))
-            end = _past_frees(events, post + 1) if post is not None else len(events)
+            end = _past_releases(events, post + 1) if post is not None else len(events)
             spans["stem"] = (spans["stem"][0], range(end, len(events)))
         spans[name] = (range(enters[index], forward_ends[index]), range(pre[index], end))
     spans["head"] = (head_forward, range(turn + 1, pre[-1] if blocks else len(events)))
@@ -153,8 +154,8 @@ def _last(events: list[Event], code: int, subject: str, end: int) -> int:
     return max(index for index in range(end) if events[index].code == code and events[index].subject == subject)
 
 
-def _past_frees(events: list[Event], index: int) -> int:
-    while index < len(events) and events[index].code == FREE:
+def _past_releases(events: list[Event], index: int) -> int:
+    while index < len(events) and events[index].code in (FREE, HOLD):
         index += 1
     return index
 
@@ -167,21 +168,19 @@ class _Cutter:
         self.sizes, self.present = run.sizes, present
         spans = self.spans = _spans(events, present)
         self.born: dict[int, tuple[int, bool]] = {}  # buffer -> (section, in backward)
-        self.died: dict[int, tuple[int, bool]] = {}
-        gradients = {event.buffer for event in events if event.code == GRADIENT}
+        self.reach: dict[int, tuple[int, int]] = {}  # buffer -> (first, last) of the sections that touch it
+        self.rank: dict[tuple[int, int], int] = {}  # (section, buffer) -> where it stands among what the section holds
         for position, name in enumerate(present):
             for in_backward, span in zip((False, True), spans[name], strict=True):
                 for index in span:
                     event = events[index]
                     if event.code == ALLOC:
                         self.born[event.buffer] = (position, in_backward)
-                    elif event.code == FREE and event.buffer not in gradients:
-                        self.died[event.buffer] = (position, in_backward)
-        for position, name in enumerate(present):  # a tied parameter's gradient may be born in a later section
-            for index in spans[name][1]:
-                event = events[index]
-                if event.code == GRADIENT and self.born.get(event.buffer, (position, True))[0] != position:
-                    self.died[event.buffer] = (position, True)
+                    if event.code in (ALLOC, HOLD, FREE, GRADIENT):  # a tied parameter's may be of a later section
+                        first, last = self.reach.get(event.buffer, (position, position))
+                        self.reach[event.buffer] = min(first, position), max(last, position)
+                    if event.code == HOLD:
+                        self.rank.setdefault((position, event.buffer), len(self.rank))
         self.subjects = _subjects(structure, present)
         self.parameters = _parameter_subjects(structure, present)
 
@@ -207,33 +206,37 @@ class _Cutter:
         )
 
     def _after_forward(self, position: int) -> list[int]:
-        """Buffers of this or an earlier section's forward that a later section frees.
+        """Buffers of this or an earlier section's forward that a later section touches.
 
-        First those that the next section hands on, each in the order of birth: so neighbours agree on slots although
-        the first and the last block of a row meet others than those between them.
+        First this section's own, those that a block gives in its order, then what it was given, in that order; of the
+        stem those first that the first block takes. So neighbours agree on slots whatever they recompute, and whatever
+        comes before and after a row of them.
         """
-        handed = [
-            (buffer, self.died[buffer][0])
-            for buffer, (section, in_backward) in self.born.items()
-            if not in_backward and section <= position and self.died.get(buffer, (-1, True))[0] > position
-        ]
-        return [buffer for buffer, _ in sorted(handed, key=lambda item: item[1] == position + 1)]
+        if position < 0:
+            return []
+        taker = position if position else 1
+        own = [buffer for buffer, (section, in_backward) in self.born.items() if section == position and not in_backward]
+        own.sort(key=lambda buffer: self.rank.get((taker, buffer), len(self.rank)))
+        return [buffer for buffer in (*own, *self._after_forward(position - 1)) if self.reach[buffer][1] > position]
 
     def _after_backward(self, position: int) -> list[int]:
-        """Buffers of this or a later section's backward that an earlier section frees, in the same order."""
+        """Buffers of this or a later section's backward that an earlier section touches.
+
+        First those that the next section but one hands on, each in the order of birth.
+        """
         handed = [
-            (buffer, self.died[buffer][0])
+            buffer
             for buffer, (section, in_backward) in self.born.items()
-            if in_backward and section >= position and self.died.get(buffer, (len(self.present), True))[0] < position
+            if in_backward and section >= position and self.reach[buffer][0] < position
         ]
-        return [buffer for buffer, _ in sorted(handed, key=lambda item: item[1] == position - 1)]
+        return sorted(handed, key=lambda buffer: self.reach[buffer][0] == position - 1)
 
     def _rows(self, span: range, slots: dict[int, int], class_index: int) -> tuple[int, ...]:
         rows: list[int] = []
         for index in span:
             event = self.events[index]
             constant, per_sample = self.sizes[index]
-            if event.code in (ALLOC, FREE):
+            if event.code in (ALLOC, FREE, HOLD):
                 if event.buffer in slots:
                     rows += (event.code, 0, slots[event.buffer], constant, per_sample)
             elif event.code == WORKSPACE:

@@ -202,7 +202,7 @@ class _Subject:
         handles = []
         for name, module in self.modules:
             if name == "" or name in self.blocks or any(True for _ in module.parameters(recurse=False)):
-                handles += attach_hooks(recorder, name, module)
+                handles += attach_hooks(recorder, name, module, is_block=name in self.blocks)
         for name in self.stubs:
             stub = self.model.get_submodule(name)
             handles.append(stub.register_forward_pre_hook(lambda *_, name=name: recorder.order.append(name)))

@@ -30,6 +30,12 @@ def remember_number(fake: torch.Tensor, number: int | float) -> None:
             setattr(fake, _ATTRIBUTE, torch.tensor(number, dtype=fake.dtype))
 
 
+def copy(fake: torch.Tensor, other: torch.Tensor) -> None:
+    """Gives another fake tensor the value of one, if it has one."""
+    if hasattr(fake, _ATTRIBUTE):
+        setattr(other, _ATTRIBUTE, getattr(fake, _ATTRIBUTE))
+
+
 def may_have_value(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of the kind whose values are kept: integers or booleans, and few."""
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= MOST_ELEMENTS

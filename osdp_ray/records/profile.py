@@ -18,7 +18,7 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 GroupKind = Literal["node", "across", "world"]
 
 # Codes of a trace's events; see SectionTrace.
-ALLOC, FREE, ENTER, EXIT, PRE_BACKWARD, POST_BACKWARD, GRADIENT, WORKSPACE = range(8)
+ALLOC, FREE, ENTER, EXIT, PRE_BACKWARD, POST_BACKWARD, GRADIENT, WORKSPACE, HOLD = range(9)
 SECTION, ROOT = -1, -2  # subjects of hooks that are no operator: the section's own module, the model
 FOREIGN = 1000  # subject of a hook or parameter of another class: FOREIGN * (class index + 1) + index
 
@@ -97,13 +97,15 @@ class SectionTrace:
     `forward` and `backward` are flat rows of five integers: `code, subject, buffer, constant_bytes, bytes_per_sample`.
 
     ALLOC, FREE     of a buffer; sizes stand at ALLOC
+    HOLD            one more holder of a buffer: a block holds on to its inputs, what called it to its outputs, each
+                    until a FREE of its own; the last one frees the buffer
     ENTER, EXIT     of a module's forward, PRE_BACKWARD, POST_BACKWARD of its backward, where FSDP2's hooks run;
                     `subject` is an operator's index, SECTION or ROOT
     GRADIENT        the buffer now holds the gradient of the parameter `subject`, and FSDP2 decides when it is freed
     WORKSPACE       allocated and freed inside one operation
 
     Own buffers count from 0. `-(2 k + 1)` is the k-th of the previous section's `outputs`, `-(2 k + 2)` the k-th of
-    the next section's `gradient_outputs`. `outputs` are buffers of the forward that a later section frees,
+    the next section's `gradient_outputs`. `outputs` are buffers of the forward that a later section holds or frees,
     `gradient_outputs` those of the backward that an earlier section frees; both may hand on what they were given.
     """
 
