@@ -62,12 +62,17 @@ def build_parser() -> argparse.ArgumentParser:
     profile = verbs.add_parser("profile", help="what a workload's operators cost on a cluster")
     _add_workload(profile)
     _add_cluster_flags(profile)
+    _add_hardware_flag(profile)
     _add_output_flags(profile)
 
     plan = verbs.add_parser(
         "plan", help="the fastest plan for a profile and a budget; needs neither torch nor a cluster"
     )
-    plan.add_argument("profile", help="profile.json, as 'osdp profile --out' writes it")
+    plan.add_argument(
+        "workload", metavar="profile", help="profile.json, as 'osdp profile --out' writes it; a workload with --cluster"
+    )
+    _add_settings(plan)
+    _add_hardware_flag(plan)
     plan.add_argument("--memory-budget", type=size, help="per device, such as 16GiB; default: 90 %% of its memory")
     plan.add_argument("--global-batch", type=int, help="samples per step; default: one micro-batch per rank")
     plan.add_argument("--micro-batch", type=int, help="samples per rank and pass; default: the best one")
@@ -102,12 +107,23 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("workload", help="'gpt', or package.module:function that returns a Workload")
+    _add_settings(parser)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="arguments of the workload, such as layers=8")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="what to compute in; default: the workload's own")
 
 
 def _add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-workers", type=int, help="one per device; default: all devices of the cluster")
     parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, else a Ray of its own")
+
+
+def _add_hardware_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", help="hardware that is not here: a name of the catalogue, or a YAML file"
+    )
 
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -126,6 +142,9 @@ def _discover(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    if options.cluster is not None:
+        _show(_estimate(options), options)
+        return 0
     workload = _workload(options)
 
     def measure(cluster: Any) -> Any:
@@ -139,9 +158,8 @@ def _profile(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from osdp_ray.planning import plan
-    from osdp_ray.records.profile import Profile
 
-    profile = Profile.load(options.profile)
+    profile = _read_profile(options) if options.cluster is None else _estimate(options)
     budget_bytes = options.memory_budget
     if budget_bytes is None:
         budget_bytes = profile.device_memory_bytes * 9 // 10
@@ -155,6 +173,33 @@ def _plan(options: argparse.Namespace) -> int:
         options,
     )
     return 0
+
+
+def _read_profile(options: argparse.Namespace) -> Any:
+    from osdp_ray.records.profile import Profile
+
+    if options.settings or options.precision:
+        word = options.settings[0] if options.settings else "--precision"
+        raise UsageError(
+            f"{word} belongs to a workload, and {options.workload} is read as a profile. "
+            "Name a workload and give --cluster, or give 'osdp profile' the workload first."
+        )
+    return Profile.load(options.workload)
+
+
+def _estimate(options: argparse.Namespace) -> Any:
+    """The profile of a workload on the hardware of `--cluster`, worked out here."""
+    from osdp_ray.catalogue import load_hardware
+
+    for flag in ("num_workers", "address"):
+        if getattr(options, flag, None) is not None:
+            name = f"--{flag.replace('_', '-')}"
+            raise UsageError(f"{name} is of a cluster that runs, and --cluster of one that does not. Leave one out.")
+    hardware = load_hardware(options.cluster)
+    workload = _workload(options)
+    from osdp_ray.profiling import estimate
+
+    return estimate(workload, hardware)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -217,7 +262,10 @@ def _workload(options: argparse.Namespace) -> Any:
             raise UsageError(f"{word!r} is no argument of a workload. Write key=value, such as layers=8.")
         settings[key] = value
     sys.path.insert(0, "")  # a workload of the user's lies where they stand
-    return load_workload(options.workload, settings)
+    workload = load_workload(options.workload, settings)
+    if options.precision is not None:
+        workload.precision = options.precision
+    return workload
 
 
 def _with_ray(options: argparse.Namespace, work: Callable[[Any], Any]) -> Any:

@@ -45,6 +45,18 @@ class ClusterError(OsdpError):
         return f"{self.problem}. {self.remedy}"
 
 
+class ClusterFileError(OsdpError):
+    """A cluster file that describes no hardware; `line` counts from 1, `key` is the path of the key, '' for none."""
+
+    def __init__(self, path: str, line: int, key: str, problem: str, remedy: str) -> None:
+        super().__init__(path, line, key, problem, remedy)
+        self.path, self.line, self.key, self.problem, self.remedy = path, line, key, problem, remedy
+
+    def __str__(self) -> str:
+        where = f"{self.path}, line {self.line}" + (f", {self.key}" if self.key else "")
+        return f"{where}: {self.problem}. {self.remedy}."
+
+
 class DataError(OsdpError):
     """Training data that is missing, unreadable or too short."""
 

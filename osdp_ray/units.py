@@ -19,6 +19,9 @@ _BYTES_PER_UNIT = {
     "GIB": GIB,
     "TIB": TIB,
 }
+_S_PER_UNIT = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_BITS_PER_UNIT = {"bit": 1, "kbit": 10**3, "Mbit": 10**6, "Gbit": 10**9, "Tbit": 10**12}
+_FLOPS_PER_UNIT = {"MFLOP/s": 10**6, "GFLOP/s": 10**9, "TFLOP/s": 10**12, "PFLOP/s": 10**15}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -36,6 +39,38 @@ def parse_bytes(text: str) -> int:
     if factor is None:
         raise ValueError(f"{unit!r} in {text!r} is no unit of size; use B, KiB, MiB, GiB, TiB (or kB, MB, GB, TB)")
     return round(float(number) * factor)
+
+
+def parse_bytes_per_s(text: str) -> float:
+    """Bytes per second of a rate such as '300GB/s', '12.5 GiB/s' or '100Gbit/s'. Raises ValueError."""
+    amount, slash, second = text.strip().rpartition("/")
+    match = _SIZE.fullmatch(amount)
+    if not slash or second != "s" or match is None:
+        raise ValueError(f"{text!r} is no rate with a unit; write it like 300GB/s or 100Gbit/s")
+    if match[2] in _BITS_PER_UNIT:
+        return float(match[1]) * _BITS_PER_UNIT[match[2]] / 8
+    if match[2].endswith("b"):  # a size may be written so, but a rate of 100Gb/s is one of bits to most people
+        raise ValueError(f"{match[2]!r} in {text!r} may mean bits or bytes; write it like 300GB/s or 100Gbit/s")
+    return float(parse_bytes(amount))
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a duration such as '4us', '1.5 ms'. Raises ValueError."""
+    return _parse_with(text, _S_PER_UNIT, "duration", "4us or 1.5ms")
+
+
+def parse_flops_per_s(text: str) -> float:
+    """Floating-point operations per second of a rate such as '312TFLOP/s'. Raises ValueError."""
+    return _parse_with(text, _FLOPS_PER_UNIT, "arithmetic rate", "19.5TFLOP/s")
+
+
+def _parse_with(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]+)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no {what} with a unit; write it like {example}")
+    if match[2] not in units:
+        raise ValueError(f"{match[2]!r} in {text!r} is no unit of {what}; use {', '.join(units)}")
+    return float(match[1]) * units[match[2]]
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -2,14 +2,15 @@
 
 Bytes come from a trace under fake tensors, seconds from actors on every device of the cluster: each section class's
 forward and backward and the optimizer's step on all ranks at once, as in training, and every collective on every kind
-of group. The slowest rank rules.
+of group. The slowest rank rules. `estimate` works the seconds out instead, for hardware that is not here.
 """
 
 import concurrent.futures
 import dataclasses
+from typing import TYPE_CHECKING
 
-from osdp_ray.profiling.actors import MeasuringGroup
 from osdp_ray.profiling.compute import measure_compute
+from osdp_ray.profiling.estimate import estimate
 from osdp_ray.profiling.links import measure_copy, measure_links
 from osdp_ray.profiling.optimizer import measure_optimizer
 from osdp_ray.profiling.trace import trace
@@ -18,7 +19,10 @@ from osdp_ray.records.profile import Calibration, ComputeCost, OptimizerCost, Pr
 from osdp_ray.units import MIB
 from osdp_ray.workload import Workload
 
-__all__ = ["profile", "trace"]
+if TYPE_CHECKING:
+    from osdp_ray.profiling.actors import MeasuringGroup
+
+__all__ = ["estimate", "profile", "trace"]
 
 _MICRO_BATCHES = (1, 2, 4, 8)
 _COMPUTE_LIMIT_S = 5.0
@@ -65,10 +69,13 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         links=links,
         copy_bytes_per_s=copy_bytes_per_s,
         calibration=Calibration(),
+        overlaps=cluster.backend == "nccl",
     )
 
 
-def _open(cluster: Cluster) -> MeasuringGroup:
+def _open(cluster: Cluster) -> "MeasuringGroup":
+    from osdp_ray.profiling.actors import MeasuringGroup  # loads ray, which an estimate does without
+
     return MeasuringGroup(cluster).__enter__()
 
 

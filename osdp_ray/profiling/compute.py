@@ -132,9 +132,9 @@ def _fit(class_index: int, rows: dict[int, list[_Run]], selective: dict[int, lis
         (micro_batch, max(0.0, _median(selective[micro_batch], class_index, 1) - backward_s))
         for micro_batch, backward_s in backward
     ]
-    forward_constant, forward_slope = _line(forward)
-    backward_constant, backward_slope = _line(backward)
-    selective_constant, selective_slope = _line(more)
+    forward_constant, forward_slope = fit_line(forward)
+    backward_constant, backward_slope = fit_line(backward)
+    selective_constant, selective_slope = fit_line(more)
     return ComputeCost(
         class_index=class_index,
         forward_constant_s=forward_constant,
@@ -163,7 +163,7 @@ def _recomputed(model: nn.Module, names: list[str]) -> Iterator[None]:
             del block.forward
 
 
-def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+def fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
     """Least squares `constant + slope * x` with both at least zero."""
     if len(points) == 1:
         return 0.0, max(0.0, points[0][1]) / points[0][0]

@@ -15,13 +15,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from osdp_ray.profiling.actors import MeasuringGroup
 from osdp_ray.records.profile import Collective, GroupKind, LinkCost
 from osdp_ray.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from osdp_ray.profiling.actors import MeasuringGroup
 
 COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 SMALLEST_BYTES = 64 * KIB
@@ -41,7 +44,7 @@ class Timing:
     median_s: float
 
 
-def measure_links(group: MeasuringGroup, *, largest_bytes: int, limit_s: float = 3.0) -> tuple[LinkCost, ...]:
+def measure_links(group: "MeasuringGroup", *, largest_bytes: int, limit_s: float = 3.0) -> tuple[LinkCost, ...]:
     """A LinkCost for each collective on each kind of group that the cluster has (see `group_members`).
 
     `largest_bytes` is the largest tensor worth measuring (a unit's gathered parameters), at most 64 MiB are. Sizes are
@@ -51,10 +54,7 @@ def measure_links(group: MeasuringGroup, *, largest_bytes: int, limit_s: float =
     """
     members = group_members(group.cluster.ranks_per_node)
     if group.cluster.num_ranks == 1:
-        return tuple(
-            LinkCost(group="world", collective=name, latency_s=0.0, bytes_per_s=FREE_BYTES_PER_S, residual_fraction=0.0)
-            for name in COLLECTIVES
-        )
+        return free_links()
     per_rank = group.run(time_collectives, members, measured_sizes(largest_bytes), limit_s)
     points: dict[tuple[GroupKind, Collective], dict[int, float]] = {}
     for timing in itertools.chain.from_iterable(per_rank):
@@ -75,7 +75,15 @@ def measure_links(group: MeasuringGroup, *, largest_bytes: int, limit_s: float =
     return tuple(links)
 
 
-def measure_copy(group: MeasuringGroup) -> float:
+def free_links() -> tuple[LinkCost, ...]:
+    """The links of a single rank, which cost nothing."""
+    return tuple(
+        LinkCost(group="world", collective=name, latency_s=0.0, bytes_per_s=FREE_BYTES_PER_S, residual_fraction=0.0)
+        for name in COLLECTIVES
+    )
+
+
+def measure_copy(group: "MeasuringGroup") -> float:
     """Bytes per second at which a device copies an 8 MiB fp32 tensor, all devices at once; the slowest's."""
     return min(group.run(time_copy))
 

@@ -1,5 +1,6 @@
 """What the workload's optimizer holds and takes, measured on small parameters of a worker's own device."""
 
+import os
 import statistics
 import time
 
@@ -62,6 +63,7 @@ def _temporary_bytes(workload: Workload, sizes: list[int]) -> int:
     optimizer, parameters = _stepped(workload, sizes)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # below 6 every profile prints two lines to standard error
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
         optimizer.step()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]

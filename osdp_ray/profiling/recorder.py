@@ -42,14 +42,19 @@ class Event:
     subject: Any = None
 
 
+# Sees every operation that runs: the index of its first event (or of the last one before it), the operation, its
+# arguments and its result.
+Watch = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
+
 BACKWARD = -1  # code of the mark between forward and backward; it never leaves profiling
 
 
 class Recorder(TorchDispatchMode):
     """A dispatch mode that appends to `events`; see the module's docstring. Enter it inside a FakeTensorMode."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: "Watch | None" = None) -> None:
         super().__init__()
+        self.watch = watch
         self.events: list[Event] = []
         self.order: list[str] = []  # modules in the order in which they were entered, stubs too
         self.recording = True
@@ -123,6 +128,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if function is torch.ops.prim.device.default or not self.recording:
             return function(*args, **kwargs)
+        first = len(self.events)
         in_place = function is torch.ops.aten.add.Tensor and (self._in_attention or _accumulates_in_place(args[0]))
         try:
             result = FAKE_KERNELS.get(function, function)(*args, **kwargs)
@@ -142,6 +148,8 @@ class Recorder(TorchDispatchMode):
             self.events.append(Event(code=WORKSPACE, num_bytes=workspace))
         if in_place and new:
             self._merge(args[0], new[0])
+        if self.watch is not None:
+            self.watch(first if len(self.events) > first else first - 1, function, args, kwargs, result)
         return result
 
     def _see(self, tensor: torch.Tensor) -> list[int]:

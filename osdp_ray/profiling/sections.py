@@ -46,13 +46,22 @@ def join_runs(recompute: Recompute, runs: list[list[Event]], micro_batches: tupl
 
 def cut_sections(structure: Structure, run: Run) -> list[SectionTrace]:
     """One SectionTrace per class: of its second member that ran, which has neighbours of its kind, if there is one."""
+    cutter = _Cutter(structure, run, _present(structure, run))
+    return [cutter.cut(name, index, run.recompute) for index, name in enumerate(representatives(structure, run))]
+
+
+def representatives(structure: Structure, run: Run) -> list[str]:
+    """The section that stands for each class; see `cut_sections`."""
     present = _present(structure, run)
-    cutter = _Cutter(structure, run, present)
-    traces = []
-    for class_index in range(len(structure.classes)):
-        members = [name for name in structure.members(class_index) if name in present]
-        traces.append(cutter.cut(members[min(1, len(members) - 1)], class_index, run.recompute))
-    return traces
+    members = [
+        [name for name in structure.members(index) if name in present] for index in range(len(structure.classes))
+    ]
+    return [names[min(1, len(names) - 1)] for names in members]
+
+
+def section_spans(structure: Structure, run: Run) -> dict[str, tuple[range, range]]:
+    """Which events are of the forward and of the backward of each section that ran."""
+    return _spans(run.events, _present(structure, run))
 
 
 def find_variants(structure: Structure, runs: list[Run], rows: dict[str, tuple[str, ...]]) -> dict[str, int]:

@@ -24,6 +24,7 @@ from osdp_ray.modeling.stubs import stand_ins, stubbed
 from osdp_ray.profiling import values
 from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
 from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs
+from osdp_ray.profiling.work import Counter, SectionWork, cut_work
 from osdp_ray.records.profile import Recompute, SectionTrace
 from osdp_ray.workload import Workload
 
@@ -33,29 +34,37 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a trace found: see SectionTrace for `traces`; `buffer_bytes` are the model's own buffers."""
+    """What a trace found: see SectionTrace for `traces`; `buffer_bytes` are the model's own buffers.
+
+    `work` holds what `traces` has a trace of, where work was counted.
+    """
 
     structure: Structure
     traces: tuple[SectionTrace, ...]
     batch_bytes_per_sample: int
     buffer_bytes: int
+    work: tuple[SectionWork, ...] = ()
 
 
-def trace(workload: Workload) -> Trace:
-    """Traces a workload's model; needs neither a device nor the model's memory. Raises TraceError naming the module."""
+def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
+    """Traces a workload's model; needs neither a device nor the model's memory. Raises TraceError naming the module.
+
+    With `counts_work` the floating-point operations and the bytes of every operation are counted, too.
+    """
     model = build_bare(workload)
     blocks = find_blocks(model, workload.blocks)
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
     try:
-        structure, traces = _trace_model(workload, model, blocks, batches)
+        structure, traces, work = _trace_model(workload, model, blocks, batches, counts_work)
     except _RunsTwice:
-        structure, traces = _trace_model(workload, build_bare(workload), (), batches)
+        structure, traces, work = _trace_model(workload, build_bare(workload), (), batches, counts_work)
     return Trace(
         structure=structure,
         traces=traces,
         batch_bytes_per_sample=_bytes_per_sample(batches),
         buffer_bytes=buffer_bytes,
+        work=work,
     )
 
 
@@ -64,15 +73,18 @@ class _RunsTwice(Exception):
 
 
 def _trace_model(
-    workload: Workload, model: nn.Module, blocks: tuple[str, ...], batches: list[Any]
-) -> tuple[Structure, tuple[SectionTrace, ...]]:
+    workload: Workload, model: nn.Module, blocks: tuple[str, ...], batches: list[Any], counts_work: bool
+) -> tuple[Structure, tuple[SectionTrace, ...], tuple[SectionWork, ...]]:
     """Structure and traces with these blocks; an empty tuple makes the whole model one section."""
     rows = stand_ins(model, blocks)
     runs: list[Run] = []
+    counters: list[list[Counter]] = []
     order: list[str] = []
     with stubbed(model, blocks) as stubs, _Subject(workload, model, blocks, stubs) as subject:
         for recompute in RECOMPUTES if blocks else RECOMPUTES[:1]:
-            recorders = [subject.record(recompute, batch) for batch in batches]
+            counters.append([Counter() for _ in batches])
+            watches = counters[-1] if counts_work else [None] * len(batches)
+            recorders = [subject.record(recompute, *pair) for pair in zip(batches, watches, strict=True)]
             if not order:
                 order = recorders[0].order
                 if any(order.count(name) > 1 for name in blocks):
@@ -80,7 +92,11 @@ def _trace_model(
             runs.append(join_runs(recompute, [recorder.events for recorder in recorders], _MICRO_BATCHES))
     draft = build_structure(model, blocks, order)
     structure = build_structure(model, blocks, order, find_variants(draft, runs, rows))
-    return structure, tuple(trace for run in runs for trace in cut_sections(structure, run))
+    traces = tuple(trace for run in runs for trace in cut_sections(structure, run))
+    if not counts_work:
+        return structure, traces, ()
+    pairs = zip(runs, counters, strict=True)
+    return structure, traces, tuple(w for run, pair in pairs for w in cut_work(structure, run, pair, _MICRO_BATCHES))
 
 
 def _first_batch(workload: Workload, micro_batch: int) -> Any:
@@ -149,9 +165,9 @@ class _Subject:
         for tensors, name, tensor in self.originals:
             tensors[name] = tensor
 
-    def record(self, recompute: Recompute, batch: Any) -> Recorder:
+    def record(self, recompute: Recompute, batch: Any, watch: Counter | None = None) -> Recorder:
         """Records one forward and backward with every block recomputed as given."""
-        recorder = Recorder()
+        recorder = Recorder(watch)
         fake = tree_map(self._fake, batch)
         tensors = [
             tensor for _, module in self.modules for tensor in (*module._parameters.values(), *module._buffers.values())

@@ -191,7 +191,10 @@ class Calibration:
 @record("profile", version=1)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile(Record):
-    """Everything `plan` needs to know of a model on a cluster."""
+    """Everything `plan` needs to know of a model on a cluster.
+
+    `overlaps`: its backend communicates beside computation (streams), where gloo on CPUs takes turns with it.
+    """
 
     workload: str
     workload_hash: str
@@ -210,6 +213,7 @@ class Profile(Record):
     links: tuple[LinkCost, ...]
     copy_bytes_per_s: float
     calibration: Calibration
+    overlaps: bool = False
 
     @property
     def num_ranks(self) -> int:

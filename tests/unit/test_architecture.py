@@ -23,7 +23,7 @@ LEVELS = (
     ("errors",),
     ("schema",),
     ("records",),
-    ("workload", "costs"),
+    ("workload", "costs", "catalogue"),
     ("modeling", "workloads"),
     STAGES,
     PIPELINE,
