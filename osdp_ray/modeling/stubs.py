@@ -1,7 +1,7 @@
 """Running a deep model at the cost of a shallow one: repeats of a block pass their input through."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -11,30 +11,34 @@ from torch.utils._pytree import tree_leaves, tree_map
 from osdp_ray.modeling.structure import signature
 
 
-def stand_ins(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Block that runs for real -> itself and the blocks that it stands for.
-
-    Of every row (blocks of the same structure in the same list) the first, the second and the last one run, since what
-    surrounds a row may change what its ends hold. The second one, between its equals, stands for all others.
-    """
+def block_rows(model: nn.Module, blocks: tuple[str, ...]) -> list[list[str]]:
+    """Rows of blocks: those of the same structure in the same list, in order."""
     rows: dict[tuple[object, ...], list[str]] = {}
     for name in blocks:
         rows.setdefault((name.rpartition(".")[0], signature(model.get_submodule(name))), []).append(name)
+    return list(rows.values())
+
+
+def stand_ins(rows: list[list[str]]) -> dict[str, tuple[str, ...]]:
+    """Block -> itself and the blocks that it stands for.
+
+    Of every row the first, the second and the last one stand for themselves, since what surrounds a row may change what
+    its ends hold; the second one, between its equals, stands for all others, too.
+    """
     return {
         name: (name, *row[2:-1]) if index == 1 else (name,)
-        for row in rows.values()
+        for row in rows
         for index, name in enumerate([*row[:2], *row[2:][-1:]])
     }
 
 
 @contextlib.contextmanager
-def stubbed(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[frozenset[str]]:
-    """Within the context, blocks that another one stands for hand on what they were given; see `stand_ins`.
+def stubbed(model: nn.Module, blocks: tuple[str, ...], real: Collection[str]) -> Iterator[frozenset[str]]:
+    """Within the context, blocks other than the `real` ones hand on what they were given.
 
     A stub returns what the last real block of its structure returned, with every tensor replaced by the first of its
     own inputs of the same shape and dtype that stands for no other. Yields the names of the stubs.
     """
-    real = stand_ins(model, blocks)
     outputs: dict[tuple[object, ...], Any] = {}
     restore: list[tuple[nn.Module, Any]] = []
     handles = []

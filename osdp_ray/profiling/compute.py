@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, find_blocks
-from osdp_ray.modeling.stubs import stubbed
+from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling.recorder import BACKWARD, attach_hooks
 from osdp_ray.records.profile import ENTER, EXIT, POST_BACKWARD, PRE_BACKWARD, ComputeCost
 from osdp_ray.workload import Workload
@@ -54,7 +54,7 @@ def measure_compute(
     started = time.perf_counter()
     rows: dict[int, list[_Run]] = {}
     selective: dict[int, list[_Run]] = {}
-    with stubbed(model, blocks) as stubs:
+    with stubbed(model, blocks, stand_ins(block_rows(model, blocks))) as stubs:
         initialisation.materialize(model, device, 0, skip=stubs)
         for micro_batch in micro_batches:
             if rows and time.perf_counter() - started > limit_s:

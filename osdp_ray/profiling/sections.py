@@ -6,6 +6,7 @@ loss. Frees that directly follow a block's end belong to it. Buffers that cross 
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from osdp_ray.errors import TraceError
 from osdp_ray.modeling.structure import Structure
@@ -32,31 +33,36 @@ _Rows = list[tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Events of one forward and backward, the same at every micro-batch, and their sizes (constant, per sample)."""
+    """Events of one forward and backward, the same at every micro-batch, and their sizes (constant, per sample).
 
-    recompute: Recompute
+    `recomputes` says which blocks recompute what; the others do not.
+    """
+
+    recomputes: Mapping[str, Recompute]
     events: list[Event]
     sizes: list[tuple[int, int]]
 
 
-def join_runs(recompute: Recompute, runs: list[list[Event]], micro_batches: tuple[int, ...]) -> Run:
+def join_runs(recomputes: Mapping[str, Recompute], runs: list[list[Event]], micro_batches: tuple[int, ...]) -> Run:
     """One Run of two that differ in the micro-batch alone. Raises TraceError where they differ in more than sizes."""
-    return Run(recompute=recompute, events=runs[0], sizes=_affine_sizes(runs, micro_batches))
+    return Run(recomputes=recomputes, events=runs[0], sizes=_affine_sizes(runs, micro_batches))
 
 
 def cut_sections(structure: Structure, run: Run) -> list[SectionTrace]:
-    """One SectionTrace per class: of its second member that ran, which has neighbours of its kind, if there is one."""
+    """One SectionTrace per class and way to recompute that ran; see `representatives`."""
     cutter = _Cutter(structure, run, _present(structure, run))
-    return [cutter.cut(name, index, run.recompute) for index, name in enumerate(representatives(structure, run))]
+    return [cutter.cut(name, index, recompute) for (index, recompute), name in representatives(structure, run).items()]
 
 
-def representatives(structure: Structure, run: Run) -> list[str]:
-    """The section that stands for each class; see `cut_sections`."""
-    present = _present(structure, run)
-    members = [
-        [name for name in structure.members(index) if name in present] for index in range(len(structure.classes))
-    ]
-    return [names[min(1, len(names) - 1)] for names in members]
+def representatives(structure: Structure, run: Run) -> dict[tuple[int, Recompute], str]:
+    """(class, recompute) -> the section that stands for it: the second that ran, between its equals, if any."""
+    members: dict[tuple[int, Recompute], list[str]] = {}
+    present = set(_present(structure, run))
+    for section in structure.sections:
+        if section.name in present:
+            key = section.class_index, run.recomputes.get(section.name, "none")
+            members.setdefault(key, []).append(section.name)
+    return {key: names[min(1, len(names) - 1)] for key, names in members.items()}
 
 
 def section_spans(structure: Structure, run: Run) -> dict[str, tuple[range, range]]:
@@ -64,23 +70,24 @@ def section_spans(structure: Structure, run: Run) -> dict[str, tuple[range, rang
     return _spans(run.events, _present(structure, run))
 
 
-def find_variants(structure: Structure, runs: list[Run], rows: dict[str, tuple[str, ...]]) -> dict[str, int]:
+def find_variants(structure: Structure, runs: list[Run], stands_for: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Block -> number of its variant: blocks of one structure that allocate differently because of their neighbours.
 
-    `rows` maps each block that ran to itself and the blocks that were passed through in its place.
+    `stands_for` maps each block to look at to itself and the blocks that are like it.
     """
     found: dict[str, list[object]] = {}
     class_of = {section.name: section.class_index for section in structure.sections}
     for run in runs:
         present = _present(structure, run)
         cutter = _Cutter(structure, run, present)
-        for name in present[1:-1]:
-            found.setdefault(name, []).append(_essence(cutter.cut(name, class_of[name], run.recompute)))
+        for name in stands_for:
+            recompute = run.recomputes.get(name, "none")
+            found.setdefault(name, []).append(_essence(cutter.cut(name, class_of[name], recompute)))
     numbers: dict[object, int] = {}
     variants: dict[str, int] = {}
     for name, traces in found.items():
         number = numbers.setdefault((class_of[name], *traces), len(numbers))
-        variants |= dict.fromkeys(rows[name], number)
+        variants |= dict.fromkeys(stands_for[name], number)
     return variants
 
 

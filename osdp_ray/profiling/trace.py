@@ -8,7 +8,7 @@ size as `constant + per_sample * micro_batch`. Nothing of the model's size is al
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -20,7 +20,7 @@ from osdp_ray.errors import TraceError
 from osdp_ray.modeling.materialize import build_bare, build_on_meta
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
-from osdp_ray.modeling.stubs import stand_ins, stubbed
+from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling import values
 from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
 from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs
@@ -29,7 +29,8 @@ from osdp_ray.records.profile import Recompute, SectionTrace
 from osdp_ray.workload import Workload
 
 _MICRO_BATCHES = (2, 3)
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+_SPARES: tuple[Recompute, ...] = ("selective", "full")
+_LONG_ROW = 5  # blocks of a row: two and the last one that do not recompute, one each that recomputes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,28 +76,58 @@ class _RunsTwice(Exception):
 def _trace_model(
     workload: Workload, model: nn.Module, blocks: tuple[str, ...], batches: list[Any], counts_work: bool
 ) -> tuple[Structure, tuple[SectionTrace, ...], tuple[SectionWork, ...]]:
-    """Structure and traces with these blocks; an empty tuple makes the whole model one section."""
-    rows = stand_ins(model, blocks)
-    runs: list[Run] = []
-    counters: list[list[Counter]] = []
-    order: list[str] = []
-    with stubbed(model, blocks) as stubs, _Subject(workload, model, blocks, stubs) as subject:
-        for recompute in RECOMPUTES if blocks else RECOMPUTES[:1]:
-            counters.append([Counter() for _ in batches])
-            watches = counters[-1] if counts_work else [None] * len(batches)
-            recorders = [subject.record(recompute, *pair) for pair in zip(batches, watches, strict=True)]
-            if not order:
-                order = recorders[0].order
-                if any(order.count(name) > 1 for name in blocks):
-                    raise _RunsTwice
-            runs.append(join_runs(recompute, [recorder.events for recorder in recorders], _MICRO_BATCHES))
-    draft = build_structure(model, blocks, order)
-    structure = build_structure(model, blocks, order, find_variants(draft, runs, rows))
-    traces = tuple(trace for run in runs for trace in cut_sections(structure, run))
-    if not counts_work:
-        return structure, traces, ()
-    pairs = zip(runs, counters, strict=True)
-    return structure, traces, tuple(w for run, pair in pairs for w in cut_work(structure, run, pair, _MICRO_BATCHES))
+    """Structure and traces with these blocks; an empty tuple makes the whole model one section.
+
+    Where every row has blocks to spare, one of them recomputes all and one a part, beside those that do not, and one
+    run tells all. Else, or where the blocks of a row turn out to differ, all recompute in runs of their own.
+    """
+    rows = block_rows(model, blocks)
+    spares: dict[str, Recompute] = {}
+    if all(len(row) >= _LONG_ROW for row in rows):
+        spares = {name: recompute for row in rows for name, recompute in zip(row[2:4], _SPARES, strict=True)}
+    stands_for = stand_ins(rows)
+    found = _Found(batches, counts_work)
+    with stubbed(model, blocks, {*stands_for, *spares}) as stubs, _Subject(workload, model, blocks, stubs) as subject:
+        order = found.record(subject, spares)
+        if any(order.count(name) > 1 for name in blocks):
+            raise _RunsTwice
+        draft = build_structure(model, blocks, order)
+        variants = find_variants(draft, found.runs, stands_for)
+        if blocks and not (spares and len(set(variants.values())) == len(draft.classes) - 2):
+            for recompute in _SPARES:
+                found.record(subject, {name: recompute for name in blocks if name not in stubs})
+            variants = find_variants(draft, found.runs, stands_for)
+    structure = build_structure(model, blocks, order, variants)
+    return structure, found.traces(structure), found.work(structure)
+
+
+class _Found:
+    """What was recorded, run by run."""
+
+    def __init__(self, batches: list[Any], counts_work: bool) -> None:
+        self.batches, self.counts_work = batches, counts_work
+        self.runs: list[Run] = []
+        self.counters: list[list[Counter]] = []
+
+    def record(self, subject: "_Subject", recomputes: Mapping[str, Recompute]) -> list[str]:
+        """Records a run at every micro-batch; returns the modules in the order in which they were entered."""
+        counters = [Counter() for _ in self.batches]
+        watches = counters if self.counts_work else [None] * len(self.batches)
+        recorders = [subject.record(recomputes, *pair) for pair in zip(self.batches, watches, strict=True)]
+        self.runs.append(join_runs(recomputes, [recorder.events for recorder in recorders], _MICRO_BATCHES))
+        self.counters.append(counters)
+        return recorders[0].order
+
+    def traces(self, structure: Structure) -> tuple[SectionTrace, ...]:
+        found = [item for run in self.runs for item in cut_sections(structure, run)]
+        return tuple({(item.class_index, item.recompute): item for item in reversed(found)}.values())
+
+    def work(self, structure: Structure) -> tuple[SectionWork, ...]:
+        if not self.counts_work:
+            return ()
+        pairs = zip(self.runs, self.counters, strict=True)
+        found = [item for run, pair in pairs for item in cut_work(structure, run, pair, _MICRO_BATCHES)]
+        return tuple({(item.class_index, item.recompute): item for item in reversed(found)}.values())
 
 
 def _first_batch(workload: Workload, micro_batch: int) -> Any:
@@ -165,18 +196,16 @@ class _Subject:
         for tensors, name, tensor in self.originals:
             tensors[name] = tensor
 
-    def record(self, recompute: Recompute, batch: Any, watch: Counter | None = None) -> Recorder:
-        """Records one forward and backward with every block recomputed as given."""
+    def record(self, recomputes: Mapping[str, Recompute], batch: Any, watch: Counter | None = None) -> Recorder:
+        """Records one forward and backward with blocks recomputed as given, by name."""
         recorder = Recorder(watch)
         fake = tree_map(self._fake, batch)
         tensors = [
             tensor for _, module in self.modules for tensor in (*module._parameters.values(), *module._buffers.values())
         ]
         recorder.own([tensors, fake])
-        real = [self.model.get_submodule(name) for name in self.blocks if name not in self.stubs]
-        if recompute != "none":
-            for block in real:
-                recompute_block(block, recompute)
+        for name, recompute in recomputes.items():
+            recompute_block(self.model.get_submodule(name), recompute)
         handles = self._attach(recorder)
         try:
             self._run(recorder, fake)
@@ -186,9 +215,8 @@ class _Subject:
                 handle.remove()
             for _, parameter in self.parameters.values():
                 parameter.grad = None
-            if recompute != "none":
-                for block in real:
-                    del block.forward
+            for name in recomputes:
+                del self.model.get_submodule(name).forward
         return recorder
 
     def _fake(self, leaf: Any) -> Any:

@@ -89,17 +89,20 @@ class Counter:
 def cut_work(
     structure: Structure, run: Run, counters: list[Counter], micro_batches: tuple[int, int]
 ) -> list[SectionWork]:
-    """One SectionWork per class, of the section that its trace is of; `counters` are of runs at `micro_batches`."""
+    """One SectionWork per class and way to recompute, of the section that its trace is of.
+
+    `counters` are of runs at `micro_batches`.
+    """
     spans = section_spans(structure, run)
     work = _join(counters, micro_batches)
     return [
         SectionWork(
             class_index=index,
-            recompute=run.recompute,
+            recompute=recompute,
             forward=tuple(item for position, item in work if position in spans[name][0]),
             backward=tuple(item for position, item in work if position in spans[name][1]),
         )
-        for index, name in enumerate(representatives(structure, run))
+        for (index, recompute), name in representatives(structure, run).items()
     ]
 
 
