@@ -7,12 +7,14 @@ is |predicted - truth| / truth; 'under' is the most that the truth lies above a 
 
 import dataclasses
 import math
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ NUM_QUICK_CASES = 8
 QUICK_MODELS = ("gpt", "gpt2")
 MAX_QUICK_RANKS = 64  # FSDP2 sets a model up for 1024 ranks in 3 s
 NUM_WORST = 12
+MAX_PROCESSES = 8  # a case of a thousand ranks holds up to 1 GiB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,10 +107,8 @@ METHODS: dict[str, Callable[[MemoryCase], int | None]] = {
 
 def main() -> None:
     flags = parse_flags(__doc__ or "")
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")  # FSDP2 and transformers on what the models do
     started = time.perf_counter()
-    rows, untraced, trace_s = run_cases(choose_cases(quick=flags.quick))
+    rows, untraced, trace_s = run_in_processes(choose_cases(quick=flags.quick))
     run_s = time.perf_counter() - started
     figures = summarise(rows)
     print(method_table(figures))
@@ -116,8 +117,8 @@ def main() -> None:
     print(f"\nours, by recomputation\n{group_table(rows, lambda draw: draw.recompute)}")
     print("\n".join(["", *notes(rows, figures, untraced), "", *worst_cases(rows)]))
     print(
-        f"\n{len(rows)} cases of seed {SEED} in {format_seconds(run_s)}: {format_seconds(trace_s)} for traces, one per "
-        f"model and precision, and {format_seconds(sum(row.truth_s for row in rows))} for the truth"
+        f"\n{len(rows)} cases of seed {SEED} in {format_seconds(run_s)}; over all processes {format_seconds(trace_s)} "
+        f"for traces, one per model and precision, and {format_seconds(sum(row.truth_s for row in rows))} for the truth"
     )
     print(machine())
     write_figures(flags.json, {**figures, "seed": SEED, "num_untraced": sum(untraced.values()), "trace_s": trace_s})
@@ -130,6 +131,27 @@ def choose_cases(*, quick: bool) -> tuple[CaseDraw, ...]:
     models = [name for name in QUICK_MODELS if name in available_models()]
     draws = draw_cases(4 * NUM_QUICK_CASES, SEED, models=models)
     return tuple(draw for draw in draws if draw.num_ranks <= MAX_QUICK_RANKS)[:NUM_QUICK_CASES]
+
+
+def run_in_processes(draws: Sequence[CaseDraw]) -> tuple[list[Row], dict[str, int], float]:
+    """`run_cases` over all cores, one model after the other in each process, so that each is traced once."""
+    models = dict.fromkeys(draw.model for draw in draws)
+    groups = [[draw for draw in draws if draw.model == model] for model in models]
+    rows, untraced, trace_s = [], {}, 0.0
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, MAX_PROCESSES), context, _start_process) as pool:
+        for some_rows, some_untraced, some_s in pool.map(run_cases, groups):
+            rows += some_rows
+            untraced |= some_untraced
+            trace_s += some_s
+            if sys.stderr.isatty():
+                print(f"\r{len(rows)} of {len(draws)} cases", end="", file=sys.stderr, flush=True)
+    return sorted(rows, key=lambda row: row.draw.index), untraced, trace_s
+
+
+def _start_process() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # FSDP2 and transformers on what the models do
 
 
 def run_cases(draws: Sequence[CaseDraw]) -> tuple[list[Row], dict[str, int], float]:
@@ -157,8 +179,6 @@ def run_cases(draws: Sequence[CaseDraw]) -> tuple[list[Row], dict[str, int], flo
             )
         outcomes = {name: ask(method, case) for name, method in METHODS.items()}
         rows.append(Row(draw=draw, truth_bytes=truth.peak_bytes, truth_s=truth_s, outcomes=outcomes))
-        if sys.stderr.isatty():
-            print(f"\r{len(rows)} of {len(draws)} cases", end="", file=sys.stderr, flush=True)
     return rows, untraced, trace_s
 
 
