@@ -115,7 +115,12 @@ def main() -> None:
     print(f"\nours, by model\n{group_table(rows, lambda draw: draw.model)}")
     print(f"\nours, by precision\n{group_table(rows, lambda draw: draw.precision)}")
     print(f"\nours, by recomputation\n{group_table(rows, lambda draw: draw.recompute)}")
-    print("\n".join(["", *notes(rows, figures, untraced), "", *worst_cases(rows)]))
+    plain = [row for row in rows if row.draw.is_plain]
+    print(
+        "\n".join(
+            ["", *notes(rows, figures, untraced), *worst_cases(plain), "", "our largest errors", *worst_cases(rows)]
+        )
+    )
     print(
         f"\n{len(rows)} cases of seed {SEED} in {format_seconds(run_s)}; over all processes {format_seconds(trace_s)} "
         f"for traces, one per model and precision, and {format_seconds(sum(row.truth_s for row in rows))} for the truth"
@@ -273,12 +278,9 @@ def _order(draw: CaseDraw) -> tuple[int, str, str]:
 
 
 def notes(rows: Sequence[Row], figures: dict[str, Any], untraced: dict[str, int]) -> list[str]:
-    """The plain cases, and what was left out and why."""
+    """What was left out and why, and the plain cases."""
     plain_bytes, num_plain = figures["plain_error_max_bytes"], figures["num_plain_cases"]
-    lines = [
-        f"plain cases (fp32, no accumulation, no clipping): {figures['num_plain_exact']} of {num_plain} to the byte, "
-        f"at most {'-' if plain_bytes is None else format_bytes(plain_bytes)} off",
-    ]
+    lines = []
     missing = [name for name in MODELS if name not in available_models()]
     if missing:
         lines.append(f"left out, for transformers is not installed: {', '.join(missing)}")
@@ -286,6 +288,10 @@ def notes(rows: Sequence[Row], figures: dict[str, Any], untraced: dict[str, int]
     failures = [row.outcomes["torch_fsdp_mem_tracker"].problem for row in rows]
     for problem in sorted(set(failures) - {""}):
         lines.append(f"torch's tracker raised {problem} in {failures.count(problem)} cases")
+    lines.append(
+        f"plain cases (fp32, no accumulation, no clipping): {figures['num_plain_exact']} of {num_plain} to the byte, "
+        f"at most {'-' if plain_bytes is None else format_bytes(plain_bytes)} off"
+    )
     return lines
 
 
