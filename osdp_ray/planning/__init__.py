@@ -167,7 +167,7 @@ def _uniform(
             break  # larger micro-batches hold more
         if best is None or _better(candidate, best):
             best = candidate
-    label = name if recompute == "none" else f"{name} + recompute"
+    label = name if recompute == "none" else f"{name} + {recompute} recompute"
     alternative = Alternative(
         name=label,
         micro_batch=best.micro_batch if best else None,

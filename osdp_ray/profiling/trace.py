@@ -120,14 +120,21 @@ class _Found:
 
     def traces(self, structure: Structure) -> tuple[SectionTrace, ...]:
         found = [item for run in self.runs for item in cut_sections(structure, run)]
-        return tuple({(item.class_index, item.recompute): item for item in reversed(found)}.values())
+        return tuple(_first_of_each(found))
 
     def work(self, structure: Structure) -> tuple[SectionWork, ...]:
         if not self.counts_work:
             return ()
         pairs = zip(self.runs, self.counters, strict=True)
         found = [item for run, pair in pairs for item in cut_work(structure, run, pair, _MICRO_BATCHES)]
-        return tuple({(item.class_index, item.recompute): item for item in reversed(found)}.values())
+        return tuple(_first_of_each(found))
+
+
+def _first_of_each(found: list[Any]) -> Iterator[Any]:
+    """Of what was found of sections in several runs, the first of each class and way to recompute, in order."""
+    seen = {(item.class_index, item.recompute): item for item in reversed(found)}
+    for _, item in sorted(seen.items()):
+        yield item
 
 
 def _first_batch(workload: Workload, micro_batch: int) -> Any:
