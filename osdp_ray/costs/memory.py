@@ -201,7 +201,8 @@ class StepSimulator:
             return
         self._alloc(sizes.reduce_bytes)
         self.reduce_input = sizes.reduce_bytes
-        self.peak = max(self.peak, self.live + sizes.padding_copy_bytes)
+        if self.profile.device_kind == "cpu":
+            self.peak = max(self.peak, self.live + sizes.scatter_copy_bytes)
         held_bytes = min(last_bytes, unit.gradient_bytes)  # a loop variable of `foreach_reduce` holds it
         self._free(unit.gradient_bytes - held_bytes)
         unit.gradient_bytes = 0

@@ -22,7 +22,8 @@ class UnitBytes:
     accumulate_peak_bytes  highest while gradients are added one by one to those that wait in another type, above the
                          level before: a CPU casts each one first
     full_per_gradient    bytes of a gradient in the type of the reduction per byte of one as it is computed
-    padding_copy_bytes   copies that the scatter makes of gradients whose first dimension does not divide by the group
+    scatter_copy_bytes   copies that a CPU makes of gradients for the reduction: of those whose first dimension does not
+                         divide by the group, and of each in turn where the types differ
     """
 
     group_size: int
@@ -39,7 +40,7 @@ class UnitBytes:
     last_full_gradient_bytes: int
     accumulate_peak_bytes: int
     full_per_gradient: float
-    padding_copy_bytes: int
+    scatter_copy_bytes: int
 
 
 def group_size(shard_over: ShardOver, ranks_per_node: tuple[int, ...]) -> int:
@@ -85,7 +86,8 @@ def unit_bytes(
         last_full_gradient_bytes=last.num_bytes if last and size > 1 else 0,
         accumulate_peak_bytes=_accumulate_peak(trainable, _COMPUTE_BYTES[precision]),
         full_per_gradient=last.itemsize_bytes / (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last else 1.0,
-        padding_copy_bytes=sum(computed(p) * size for p in trainable if p.shape and p.shape[0] % size),
+        scatter_copy_bytes=sum(computed(p) * size for p in trainable if p.shape and p.shape[0] % size)
+        + max((computed(p) * size for p in trainable if computed(p) != p.shard_bytes(size)), default=0),
     )
 
 

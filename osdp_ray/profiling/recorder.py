@@ -262,17 +262,22 @@ class _Other(torch.autograd.Function):
         return None, *gradients
 
 
-def attach_hooks(recorder: Recorder, name: str, module: nn.Module, *, is_block: bool = False) -> list[Any]:
+def attach_hooks(
+    recorder: Recorder, name: str, module: nn.Module, *, is_block: bool = False, dtype: torch.dtype | None = None
+) -> list[Any]:
     """Marks a module's entries, exits and backward at the places where FSDP2's hooks would run.
 
-    A block's inputs and outputs are replaced by tensors that stand for them; see the module's docstring.
+    A block's inputs and outputs are replaced by tensors that stand for them; see the module's docstring. Inputs of
+    floating-point numbers are cast to `dtype`, as FSDP2 casts them.
     """
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder.order.append(name)
         recorder.mark(ENTER, name)
+        if dtype is not None:
+            args, kwargs = tree_map(functools.partial(_cast, dtype), (args, kwargs))
         if not torch.is_grad_enabled():
-            return None
+            return args, kwargs
         replace = recorder.another_holder() if is_block else _same
         mark = functools.partial(recorder.mark, POST_BACKWARD, name)
         return _replaced((args, kwargs), replace, lambda tracked: _MarkPostBackward.apply(mark, replace, *tracked))
@@ -293,6 +298,10 @@ def attach_hooks(recorder: Recorder, name: str, module: nn.Module, *, is_block: 
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         module.register_forward_hook(after),
     ]
+
+
+def _cast(dtype: torch.dtype, leaf: Any) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

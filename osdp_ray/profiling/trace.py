@@ -187,8 +187,8 @@ class _Subject:
             for name, module in model.named_modules()
             if name not in stubs and not name.startswith(inside)
         ]
-        dtype = torch.bfloat16 if workload.precision == "bf16" else None
-        self.originals = _make_fake(self.modules, self.mode, _small_values(workload, self.modules), dtype)
+        self.dtype = torch.bfloat16 if workload.precision == "bf16" else None
+        self.originals = _make_fake(self.modules, self.mode, _small_values(workload, self.modules), self.dtype)
         model.train()
         self.parameters = {
             id(parameter): (f"{name}.{key}" if name else key, parameter)
@@ -236,8 +236,10 @@ class _Subject:
     def _attach(self, recorder: Recorder) -> list[Any]:
         handles = []
         for name, module in self.modules:
-            if name == "" or name in self.blocks or any(True for _ in module.parameters(recurse=False)):
-                handles += attach_hooks(recorder, name, module, is_block=name in self.blocks)
+            is_block = name in self.blocks
+            if name == "" or is_block or any(True for _ in module.parameters(recurse=False)):
+                dtype = self.dtype if name == "" or is_block else None
+                handles += attach_hooks(recorder, name, module, is_block=is_block, dtype=dtype)
         for name in self.stubs:
             stub = self.model.get_submodule(name)
             handles.append(stub.register_forward_pre_hook(lambda *_, name=name: recorder.order.append(name)))
