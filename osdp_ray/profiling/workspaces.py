@@ -80,6 +80,28 @@ def _cumsum(args: tuple[Any, ...], result: Any) -> int:
     return int(result.nbytes) if args[0].dtype != result.dtype else 0
 
 
+_BLOCK = 16  # channels that oneDNN lays side by side; it copies what has as many into a layout of its own
+
+
+def _convolution(args: tuple[Any, ...], result: Any) -> int:
+    """oneDNN's copies of input, weight and output in its own layout (as seen in allocator events, groups = 1)."""
+    inputs, weight = args[0], args[1]
+    copied = inputs.nbytes if inputs.shape[1] >= _BLOCK else 0
+    return int(max(copied + weight.nbytes, result.nbytes))
+
+
+def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
+    """The same of the output's gradient, input and weight's gradient; without the weight's for a frozen one."""
+    gradient, inputs, weight = args[0], args[1], args[2]
+    copied = inputs.nbytes if inputs.shape[1] >= _BLOCK else 0
+    return int(max(gradient.nbytes + copied, weight.nbytes if result[1] is not None else 0))
+
+
+def _batch_norm(args: tuple[Any, ...], result: Any) -> int:
+    """Sums by channel (Normalization.cpp)."""
+    return int(2 * args[0].shape[1] * _FLOAT_BYTES)
+
+
 def _grouped_product(
     a: torch.Tensor, b: torch.Tensor, offsets: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
@@ -114,6 +136,9 @@ _FORMULAS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     torch.ops.aten.native_layer_norm_backward.default: _layer_norm_backward,
+    torch.ops.aten.convolution.default: _convolution,
+    torch.ops.aten.convolution_backward.default: _convolution_backward,
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.cumsum.default: _cumsum,
     torch.ops.aten.mean.default: _mean,
     torch.ops.aten.mean.dim: _mean,
