@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
 
 from osdp_ray.execution.apply import parallelize
 from osdp_ray.modeling.materialize import build_on_meta
@@ -165,16 +166,19 @@ def random_sections(profile: Profile, rng: random.Random) -> tuple[SectionPlan, 
     return tuple(sections)
 
 
-def measure(workload: Workload, plan: Plan, *, num_steps: int = 2) -> Truth:
-    """Runs `num_steps` steps of a plan as rank 0 and returns the truth of the last one (the first one differs)."""
+def measure(workload: Workload, plan: Plan, *, num_steps: int = 2, rank: int = 0) -> Truth:
+    """Runs `num_steps` steps of a plan as one rank and returns the truth of the last one (the first one differs)."""
     gc.collect()
     gc.freeze()  # the collections below look only at what this call made
-    with _fake_ranks(plan.num_ranks):
+    with _fake_ranks(rank, plan.num_ranks):
         model, initialisation = build_on_meta(workload)
         parallelize(model, plan, device_type="cpu")
         initialisation.materialize(model, "cpu", 0)
         optimizer = workload.build_optimizer(model.parameters())
-        batches = workload.build_batches(0, plan.num_ranks, plan.micro_batch, 0, 0)
+        batches = workload.build_batches(rank, plan.num_ranks, plan.micro_batch, 0, 0)
+        drawn = [next(batches) for _ in range(num_steps * plan.accumulation)]  # what a loader holds is not the step's
+        waiting = iter(drawn)
+        live = _persistent_bytes(model, optimizer)  # from here on events tell: FSDP2 may hold a buffer between steps
         for _ in range(num_steps):
             gc.collect()  # Python keeps buffers of the last step alive until then
             persistent = _persistent_bytes(model, optimizer)
@@ -182,24 +186,24 @@ def measure(workload: Workload, plan: Plan, *, num_steps: int = 2) -> Truth:
                 for number in range(1, plan.accumulation + 1):
                     if plan.synchronise == "last":
                         model.set_requires_gradient_sync(number == plan.accumulation)
-                    batch = next(batches)
+                    batch = tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, next(waiting))
                     loss = workload.loss(model, batch)
                     (loss / plan.accumulation).backward()
                     del loss, batch
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             events = _allocator_events(recorded)
+            start, peak = live, live
+            for num_bytes in events:
+                live += num_bytes
+                peak = max(peak, live)
     gc.unfreeze()
-    live = peak = 0
-    for num_bytes in events:
-        live += num_bytes
-        peak = max(peak, live)
-    return Truth(persistent_bytes=persistent, peak_bytes=persistent + peak, left_bytes=live, events=events)
+    return Truth(persistent_bytes=persistent, peak_bytes=peak, left_bytes=live - start, events=events)
 
 
 @contextlib.contextmanager
-def _fake_ranks(num_ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+def _fake_ranks(rank: int, num_ranks: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
         yield
     finally:

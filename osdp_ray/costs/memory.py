@@ -193,7 +193,8 @@ class StepSimulator:
             self._keep_whole_gradients(unit)
             return
         unit.gradient_bytes += unit.full_gradient_bytes
-        last_bytes = sizes.last_full_gradient_bytes if unit.full_gradient_bytes else sizes.last_gradient_bytes
+        waited = unit.full_gradient_bytes > 0
+        last_bytes = sizes.last_full_gradient_bytes if waited else sizes.last_gradient_bytes
         unit.full_gradient_bytes = 0
         self._free(self.reduce_input)
         self.reduce_input = 0
@@ -202,7 +203,9 @@ class StepSimulator:
         self._alloc(sizes.reduce_bytes)
         self.reduce_input = sizes.reduce_bytes
         if self.profile.device_kind == "cpu":
-            self.peak = max(self.peak, self.live + sizes.scatter_copy_bytes)
+            self.peak = max(
+                self.peak, self.live + (sizes.scatter_copy_full_bytes if waited else sizes.scatter_copy_bytes)
+            )
         held_bytes = min(last_bytes, unit.gradient_bytes)  # a loop variable of `foreach_reduce` holds it
         self._free(unit.gradient_bytes - held_bytes)
         unit.gradient_bytes = 0

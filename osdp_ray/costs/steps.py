@@ -6,14 +6,19 @@ from osdp_ray.records.plan import Plan, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 
-def simulate_bytes(profile: Profile, plan: Plan) -> StepBytes:
-    """Plays one step of a plan (not the first one: optimizer state is there). Bytes of the rank that holds the most."""
+def simulate_bytes(profile: Profile, plan: Plan, *, is_first: bool = False, rank: int = 0) -> StepBytes:
+    """Plays one step of a plan: bytes of a rank, the first of which holds the most.
+
+    In the first step the optimizer makes its state when it steps; a run that was resumed has it from the start.
+    """
     return simulate_sections(
         profile,
         plan.sections,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         synchronise=plan.synchronise,
+        is_first=is_first,
+        rank=rank,
     )
 
 
@@ -24,17 +29,30 @@ def simulate_sections(
     micro_batch: int,
     accumulation: int,
     synchronise: Synchronise = "every",
+    is_first: bool = False,
+    rank: int = 0,
 ) -> StepBytes:
     """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
     class_indices = tuple(section.class_index for section in profile.sections)
     simulator = StepSimulator(profile, sections, class_indices)
-    return play_step(simulator, micro_batch, accumulation, synchronise)
+    return play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, rank=rank)
 
 
-def play_step(simulator: StepSimulator, micro_batch: int, accumulation: int, synchronise: Synchronise) -> StepBytes:
+def play_step(
+    simulator: StepSimulator,
+    micro_batch: int,
+    accumulation: int,
+    synchronise: Synchronise,
+    *,
+    is_first: bool = False,
+    rank: int = 0,
+) -> StepBytes:
     """Plays a whole step, the optimizer's too, on a fresh simulator of a whole model."""
     profile = simulator.profile
-    persistent = persistent_bytes(simulator)
+    state = state_bytes(simulator, rank)
+    persistent = persistent_bytes(simulator, rank)
+    if is_first:
+        persistent -= state
     simulator.live = simulator.peak = persistent
     rounds = min(accumulation, 2 if synchronise == "every" else 3)  # later ones repeat the ones before
     for number in range(1, rounds + 1):
@@ -46,6 +64,8 @@ def play_step(simulator: StepSimulator, micro_batch: int, accumulation: int, syn
     trainable = sum(size.gradient_bytes for size in sizes)
     largest = max((size.largest_trainable_bytes for size in sizes), default=0)
     optimizer = profile.optimizer
+    if is_first:
+        simulator._alloc(state)
     simulator._alloc(round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total))
     simulator._enter_phase("optimizer")
     offset = profile.calibration.peak_offset_bytes
@@ -57,12 +77,19 @@ def play_step(simulator: StepSimulator, micro_batch: int, accumulation: int, syn
     )
 
 
-def persistent_bytes(simulator: StepSimulator) -> int:
-    """What a rank holds between steps: shards, optimizer state and buffers."""
+def persistent_bytes(simulator: StepSimulator, rank: int = 0) -> int:
+    """What a rank holds between steps: shards, which FSDP2 pads, optimizer state, which is not padded, and buffers."""
+    shards = sum(unit.sizes.shard_bytes for units in simulator.units for unit in units)
+    return shards + state_bytes(simulator, rank) + simulator.profile.buffer_bytes
+
+
+def state_bytes(simulator: StepSimulator, rank: int = 0) -> int:
+    """The optimizer's state on a rank: where a dimension does not divide by the group, the last ranks hold less."""
     optimizer = simulator.profile.optimizer
-    total = simulator.profile.buffer_bytes
+    total = 0
     for units in simulator.units:
         for unit in units:
-            total += unit.sizes.shard_bytes + round(unit.sizes.gradient_bytes * optimizer.state_bytes_per_byte)
+            local = unit.sizes.local_bytes(rank % unit.sizes.group_size)
+            total += round(local * optimizer.state_bytes_per_byte)
             total += unit.sizes.num_trainable * optimizer.state_bytes_per_tensor
     return total

@@ -24,6 +24,7 @@ class UnitBytes:
     full_per_gradient    bytes of a gradient in the type of the reduction per byte of one as it is computed
     scatter_copy_bytes   copies that a CPU makes of gradients for the reduction: of those whose first dimension does not
                          divide by the group, and of each in turn where the types differ
+    scatter_copy_full_bytes  the same of gradients that waited in the type of the reduction
     """
 
     group_size: int
@@ -41,6 +42,12 @@ class UnitBytes:
     accumulate_peak_bytes: int
     full_per_gradient: float
     scatter_copy_bytes: int
+    scatter_copy_full_bytes: int
+    trainable: tuple[Parameter, ...]
+
+    def local_bytes(self, index: int) -> int:
+        """Trainable bytes of the rank of this index in the group, without padding."""
+        return sum(parameter.local_bytes(self.group_size, index) for parameter in self.trainable)
 
 
 def group_size(shard_over: ShardOver, ranks_per_node: tuple[int, ...]) -> int:
@@ -88,6 +95,8 @@ def unit_bytes(
         full_per_gradient=last.itemsize_bytes / (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last else 1.0,
         scatter_copy_bytes=sum(computed(p) * size for p in trainable if p.shape and p.shape[0] % size)
         + max((computed(p) * size for p in trainable if computed(p) != p.shard_bytes(size)), default=0),
+        scatter_copy_full_bytes=sum(p.shard_bytes(size) * size for p in trainable if p.shape and p.shape[0] % size),
+        trainable=tuple(trainable),
     )
 
 

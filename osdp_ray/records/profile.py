@@ -50,6 +50,13 @@ class Parameter:
         rows = -(-self.shape[0] // num_shards)
         return rows * (self.num_bytes // self.shape[0]) if self.shape[0] else 0
 
+    def local_bytes(self, num_shards: int, index: int) -> int:
+        """Bytes of one rank's shard without padding: torch's chunks of the first dimension, the last ones smaller."""
+        if not self.shape or not self.shape[0]:
+            return self.shard_bytes(num_shards)
+        rows = -(-self.shape[0] // num_shards)
+        return max(0, min(rows, self.shape[0] - index * rows)) * (self.num_bytes // self.shape[0])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operator:
