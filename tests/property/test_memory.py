@@ -13,7 +13,7 @@ from osdp_ray.profiling.trace import trace
 from osdp_ray.workloads.gpt import GptWorkload
 from tests.oracle import UNIFORM_CHOICES, make_plan, measure, random_sections, traced_profile, uniform_plan
 
-NUM_SEEDS = 25
+NUM_SEEDS = 14
 WORLDS = ((2,), (3,), (4,), (8,), (2, 2), (4, 4))
 
 
@@ -43,7 +43,7 @@ def explain(plan, simulated, truth):
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [4, 8])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", UNIFORM_CHOICES)
 def test_the_peak_of_a_uniform_plan_is_exact(corpus, name, recompute, num_ranks):
