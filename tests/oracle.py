@@ -178,6 +178,7 @@ def measure(workload: Workload, plan: Plan, *, num_steps: int = 2, rank: int = 0
         batches = workload.build_batches(rank, plan.num_ranks, plan.micro_batch, 0, 0)
         drawn = [next(batches) for _ in range(num_steps * plan.accumulation)]  # what a loader holds is not the step's
         waiting = iter(drawn)
+        model._get_fsdp_state()._lazy_init()  # torch 2.13: pads the shards, which the first forward does otherwise
         live = _persistent_bytes(model, optimizer)  # from here on events tell: FSDP2 may hold a buffer between steps
         for _ in range(num_steps):
             gc.collect()  # Python keeps buffers of the last step alive until then
