@@ -26,7 +26,8 @@ from osdp_ray.records.profile import Profile
 
 __all__ = ["plan"]
 
-_MAX_SOLVES = 12
+_MAX_SOLVES = 12  # at a micro-batch
+_MAX_SOLVES_WITHOUT_PLAN = 60  # where no plan is known that fits
 _MAX_FREE_MICRO_BATCH = 512
 _UNIFORM = {"DP": DP, "ZeRO-2": ZERO2, "ZeRO-3": ZERO3}
 
@@ -213,18 +214,18 @@ def _best_at(
     samples = micro_batch * accumulation * profile.num_ranks
     limit_s = samples / best.prediction.samples_per_s if best is not None else None
     limit_bytes, bound = budget_bytes, 0.0
-    for _ in range(_MAX_SOLVES):
+    for number in range(_MAX_SOLVES if best is not None else _MAX_SOLVES_WITHOUT_PLAN):
         solution = solve(problem, budget_bytes=limit_bytes, limit_s=limit_s)
         tally.count(solution)
         if solution is None:
-            if limit_bytes < budget_bytes:  # else it is proven that nothing faster fits
+            if limit_bytes < budget_bytes or number >= _MAX_SOLVES:  # else it is proven that nothing faster fits
                 tally.bound_samples_per_s = max(tally.bound_samples_per_s, bound)
             return None
         recipes = _assign(profile, solution)
         sections = _write_out(profile, problem, recipes)
         held = simulate_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
         fits = held.peak_bytes <= budget_bytes
-        if limit_bytes == budget_bytes:
+        if limit_bytes == budget_bytes and number < _MAX_SOLVES:
             bound = samples / solution.bound_s
         if fits:
             tally.bound_samples_per_s = max(tally.bound_samples_per_s, bound)

@@ -14,7 +14,7 @@ from osdp_ray.records.plan import SectionPlan
 from osdp_ray.units import MIB
 from tests.random_profiles import random_profile
 
-NUM_SEEDS = 20
+NUM_SEEDS = 10
 SLACK_FRACTION = 1e-9
 
 
