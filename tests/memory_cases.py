@@ -108,21 +108,18 @@ def available_models() -> tuple[str, ...]:
     return tuple(name for name in MODELS if has_transformers or name not in HF)
 
 
+def subjects_of(models: Sequence[str]) -> list[tuple[str, Precision]]:
+    """Models with the precisions that they run in; BatchNorm's kernel on CPU does not mix bf16 with its fp32 buffers."""
+    return [(m, p) for m in models for p in PRECISIONS if (m, p) != ("conv-net", "bf16")]
+
+
 def draw_cases(num_cases: int, seed: int, *, models: Sequence[str] = ()) -> tuple[CaseDraw, ...]:
     """The first `num_cases` cases of a seed; more of them begin with the same ones.
 
     `models` are names in MODELS, all that can be built here where none are given.
     """
     rng = random.Random(f"memory cases {seed}")
-    subjects = _Deck(
-        rng,
-        [
-            (model, precision)
-            for model in models or available_models()
-            for precision in PRECISIONS
-            if (model, precision) != ("conv-net", "bf16")  # BatchNorm's kernel on CPU takes no such mixture
-        ],
-    )
+    subjects = _Deck(rng, subjects_of(models or available_models()))
     worlds, accumulations = _Deck(rng, WORLDS), _Deck(rng, _ACCUMULATIONS)
     shapes, recomputes = _Deck(rng, ("uniform", "mixed")), _Deck(rng, RECOMPUTES)
     synchronises: _Deck[Synchronise] = _Deck(rng, ("every", "last"))

@@ -15,7 +15,16 @@ from osdp_ray.costs import simulate_bytes
 from osdp_ray.records.plan import Choice, SectionPlan, Unit
 from osdp_ray.records.profile import Operator, Parameter, Section, SectionClass
 from osdp_ray.workloads.gpt import GptWorkload
-from tests.memory_cases import HYBRID_CHOICES, MODELS, WORLDS, available_models, build_case, draw_cases, memory_cases
+from tests.memory_cases import (
+    HYBRID_CHOICES,
+    MODELS,
+    WORLDS,
+    available_models,
+    build_case,
+    draw_cases,
+    memory_cases,
+    subjects_of,
+)
 from tests.models import OWN
 from tests.oracle import UNIFORM_CHOICES, make_plan, measure, traced_profile
 
@@ -214,7 +223,7 @@ def test_a_seeds_cases_are_always_the_same_and_more_of_them_begin_alike():
 
 def test_two_hundred_cases_cover_every_model_world_plan_and_step():
     draws = draw_cases(200, 0, models=tuple(MODELS))
-    assert {(d.model, d.precision) for d in draws} == {(m, p) for m in MODELS for p in ("fp32", "bf16")}
+    assert {(d.model, d.precision) for d in draws} == set(subjects_of(tuple(MODELS)))
     assert {d.ranks_per_node for d in draws} == set(WORLDS)
     assert (min(d.num_ranks for d in draws), max(d.num_ranks for d in draws)) == (2, 1024)
     assert {(d.accumulation, d.synchronise) for d in draws} == {
