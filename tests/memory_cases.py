@@ -109,7 +109,7 @@ def available_models() -> tuple[str, ...]:
 
 
 def subjects_of(models: Sequence[str]) -> list[tuple[str, Precision]]:
-    """Models with the precisions that they run in; BatchNorm's kernel on CPU does not mix bf16 with its fp32 buffers."""
+    """Models with the precisions that they run in; BatchNorm on CPU does not mix bf16 with fp32 buffers."""
     return [(m, p) for m in models for p in PRECISIONS if (m, p) != ("conv-net", "bf16")]
 
 
