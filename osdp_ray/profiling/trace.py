@@ -89,14 +89,15 @@ def _trace_model(
     found = _Found(batches, counts_work)
     with stubbed(model, blocks, {*stands_for, *spares}) as stubs, _Subject(workload, model, blocks, stubs) as subject:
         order = found.record(subject, spares)
-        if any(order.count(name) > 1 for name in blocks):
-            raise _RunsTwice
-        draft = build_structure(model, blocks, order)
-        variants = find_variants(draft, found.runs, stands_for)
-        if blocks and not (spares and len(set(variants.values())) == len(draft.classes) - 2):
+    if any(order.count(name) > 1 for name in blocks):
+        raise _RunsTwice
+    draft = build_structure(model, blocks, order)  # out of the context, with the parameters' own types
+    variants = find_variants(draft, found.runs, stands_for)
+    if blocks and not (spares and len(set(variants.values())) == len(draft.classes) - 2):
+        with stubbed(model, blocks, stands_for) as stubs, _Subject(workload, model, blocks, stubs) as subject:
             for recompute in _SPARES:
-                found.record(subject, {name: recompute for name in blocks if name not in stubs})
-            variants = find_variants(draft, found.runs, stands_for)
+                found.record(subject, dict.fromkeys(stands_for, recompute))
+        variants = find_variants(draft, found.runs, stands_for)
     structure = build_structure(model, blocks, order, variants)
     return structure, found.traces(structure), found.work(structure)
 

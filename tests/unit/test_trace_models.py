@@ -6,6 +6,7 @@ from torch import nn
 
 from osdp_ray.errors import TraceError
 from osdp_ray.profiling.trace import trace
+from osdp_ray.workloads.hf import hf
 from tests.models import LENGTH, OWN, VALUES, WIDTH, Built, Layer, Stack
 
 
@@ -40,6 +41,18 @@ def test_a_deep_model_gives_the_traces_of_a_shallow_one():
     shallow, deep = (trace(Built(lambda n=n: Stack([Layer() for _ in range(n)]))) for n in (4, 12))
     assert shallow.traces == deep.traces
     assert len(deep.structure.sections) == len(shallow.structure.sections) + 8
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_every_class_of_blocks_has_a_trace_of_every_way_to_recompute(model, precision):
+    pytest.importorskip("transformers")
+    workload = hf(model=model, layers=6, hidden=32, heads=2, vocabulary=60, sequence=16)
+    workload.precision = precision
+    traced = trace(workload)
+    blocks = {section.class_index for section in traced.structure.sections if section.name not in ("stem", "head")}
+    expected = {(index, recompute) for index in blocks for recompute in ("none", "selective", "full")}
+    assert expected <= {(found.class_index, found.recompute) for found in traced.traces}
 
 
 def test_numbers_that_come_from_the_batch_may_be_read():
