@@ -7,7 +7,8 @@ numbers: how much is live after it, and the highest on the way. A Table keeps wh
 import dataclasses
 from collections.abc import Collection
 
-from osdp_ray.costs.units import UnitBytes, unit_bytes
+from osdp_ray.costs.units import GRANULE_BYTES, UnitBytes, round_up, unit_bytes
+from osdp_ray.records.hardware import DeviceKind
 from osdp_ray.records.plan import Unit
 from osdp_ray.records.profile import (
     ALLOC,
@@ -60,7 +61,11 @@ class Table:
         key = (class_index, unit)
         if key not in self._units:
             self._units[key] = unit_bytes(
-                self.profile.classes[class_index], unit, self.profile.ranks_per_node, self.profile.precision
+                self.profile.classes[class_index],
+                unit,
+                self.profile.ranks_per_node,
+                self.profile.precision,
+                self.profile.device_kind,
             )
         return self._units[key]
 
@@ -83,7 +88,8 @@ class Table:
     def _compile(
         self, trace: SectionTrace, class_index: int, micro_batch: int, hooks: Collection[int], *, in_backward: bool
     ) -> Pass:
-        rows = {False: _rows(trace.forward, micro_batch), True: _rows(trace.backward, micro_batch)}
+        kind = self.profile.device_kind
+        rows = {False: _rows(trace.forward, micro_batch, kind), True: _rows(trace.backward, micro_batch, kind)}
         sizes = {row[2]: row[3] for row in [*rows[False], *rows[True]] if row[0] == ALLOC}
         handed = {buffer for buffer in (*trace.outputs, *trace.gradient_outputs) if buffer >= 0}
         holders: dict[int, int] = {}
@@ -146,10 +152,13 @@ def table_of(profile: Profile) -> Table:
 _TABLES: list[Table] = []
 
 
-def _rows(flat: tuple[int, ...], micro_batch: int) -> list[tuple[int, int, int, int]]:
-    """Events as (code, subject, buffer, bytes) at a micro-batch."""
+def _rows(flat: tuple[int, ...], micro_batch: int, device_kind: DeviceKind) -> list[tuple[int, int, int, int]]:
+    """Events as (code, subject, buffer, bytes) at a micro-batch; workspaces are those of a CPU's kernels."""
+    granule = GRANULE_BYTES[device_kind]
     return [
-        (flat[i], flat[i + 1], flat[i + 2], flat[i + 3] + flat[i + 4] * micro_batch) for i in range(0, len(flat), 5)
+        (flat[i], flat[i + 1], flat[i + 2], round_up(flat[i + 3] + flat[i + 4] * micro_batch, granule))
+        for i in range(0, len(flat), 5)
+        if flat[i] != WORKSPACE or device_kind == "cpu"
     ]
 
 

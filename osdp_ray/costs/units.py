@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from osdp_ray.records.hardware import DeviceKind
 from osdp_ray.records.plan import ShardOver, Unit
 from osdp_ray.records.profile import Parameter, Precision, SectionClass
 
@@ -10,6 +11,7 @@ from osdp_ray.records.profile import Parameter, Precision, SectionClass
 class UnitBytes:
     """Sizes of one unit on the rank that holds the most (shards are padded to the first rank's).
 
+    granule         what sizes of tensors are rounded up to
     shard_bytes     parameters held between steps
     flat_bytes      buffer of the gather, 0 where nothing is gathered
     cast_bytes      the shards in the compute type, while they are copied into the flat buffer
@@ -28,6 +30,7 @@ class UnitBytes:
     """
 
     group_size: int
+    granule: int
     shard_bytes: int
     flat_bytes: int
     cast_bytes: int
@@ -47,7 +50,16 @@ class UnitBytes:
 
     def local_bytes(self, index: int) -> int:
         """Trainable bytes of the rank of this index in the group, without padding."""
-        return sum(parameter.local_bytes(self.group_size, index) for parameter in self.trainable)
+        return sum(round_up(p.local_bytes(self.group_size, index), self.granule) for p in self.trainable)
+
+
+# CUDA's caching allocator rounds every size up to this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+GRANULE_BYTES: dict[DeviceKind, int] = {"cpu": 1, "cuda": 512}
+
+
+def round_up(num_bytes: int, granule: int) -> int:
+    """The next multiple of the granule."""
+    return -(-num_bytes // granule) * granule
 
 
 def group_size(shard_over: ShardOver, ranks_per_node: tuple[int, ...]) -> int:
@@ -58,9 +70,14 @@ def group_size(shard_over: ShardOver, ranks_per_node: tuple[int, ...]) -> int:
 
 
 def unit_bytes(
-    section_class: SectionClass, unit: Unit, ranks_per_node: tuple[int, ...], precision: Precision
+    section_class: SectionClass,
+    unit: Unit,
+    ranks_per_node: tuple[int, ...],
+    precision: Precision,
+    device_kind: DeviceKind = "cpu",
 ) -> UnitBytes:
-    """Sizes of a unit of a section of this class."""
+    """Sizes of a unit of a section of this class, as the device's allocator rounds those of tensors that are held."""
+    granule = GRANULE_BYTES[device_kind]
     size = group_size(unit.choice.shard_over, ranks_per_node)
     wanted = set(unit.operators)
     operators = [operator for operator in section_class.operators if operator.name in wanted]
@@ -80,12 +97,13 @@ def unit_bytes(
     last = trainable[-1] if trainable else None
     return UnitBytes(
         group_size=size,
-        shard_bytes=sum(parameter.shard_bytes(size) for parameter in parameters),
-        flat_bytes=shard * size if size > 1 else 0,
+        granule=granule,
+        shard_bytes=sum(round_up(parameter.shard_bytes(size), granule) for parameter in parameters),
+        flat_bytes=round_up(shard * size, granule) if size > 1 else 0,
         cast_bytes=sum(casts) if size > 1 else 0,
-        gathered_bytes=shard * size,
+        gathered_bytes=sum(round_up(computed(parameter) * size, granule) for parameter in parameters),
         copy_peak_bytes=shard * size if size > 1 else _copy_peak(list(map(computed, parameters)), casts),
-        reduce_bytes=gradient * size,
+        reduce_bytes=round_up(gradient * size, granule),
         gradient_bytes=gradient,
         num_trainable=len(trainable),
         largest_trainable_bytes=max((parameter.shard_bytes(size) for parameter in trainable), default=0),
