@@ -93,6 +93,8 @@ def make_plan(work, labels, *, num_ranks, micro_batch):
         workload=work.name,
         workload_hash=work.hash(),
         ranks_per_node=(num_ranks,),
+        precision="fp32",
+        synchronise="every",
         budget_bytes=1,
         global_batch=GLOBAL_BATCH,
         micro_batch=micro_batch,
