@@ -285,7 +285,10 @@ def _with_ray(options: argparse.Namespace, work: Callable[[Any], Any]) -> Any:
 
 def _show(record: Any, options: argparse.Namespace) -> None:
     if options.out is not None:
-        record.save(options.out)
+        try:
+            record.save(options.out)
+        except OSError as error:
+            raise UsageError(f"{options.out} cannot be written ({error}). Give --out the path of a file.") from None
     _write(json.dumps(record.to_json(), indent=1) if options.json else record.table())
 
 

@@ -17,6 +17,8 @@ _BROKEN_CONNECTION = (
     "nccl error",
     "timed out waiting",
 )
+_RAY_KILLED = ("running low on memory", "memory usage threshold")
+_NO_MEMORY = ("out of memory", "oom")
 _DIED = "Look at its node's memory and logs; go on from the last save with --resume"
 _MEMORY = "Lower --memory-budget so that the plan leaves more room, lower --micro-batch, or add memory"
 
@@ -37,10 +39,13 @@ def _cause(rank: int, failure: Any) -> OsdpError:
         return failure
     inner = getattr(failure, "health_check_failure", failure)
     text = _first_line(inner)
-    if any(words in str(inner).lower() for words in ("out of memory", "oom", "memory usage threshold")):
-        return WorkerMemoryError(rank, text, _MEMORY)
-    if inner is not failure or type(inner).__name__ in ("ActorDiedError", "ActorUnavailableError", "RayActorError"):
-        return WorkerError(rank, f"its process died ({text})", _DIED)
+    has_died = type(inner).__name__ in ("ActorDiedError", "ActorUnavailableError", "RayActorError")
+    words = str(inner).lower()
+    # Of a process that died by any signal Ray says that memory may have been the cause; it knows only if it did it.
+    if any(known in words for known in _RAY_KILLED) or (not has_died and any(word in words for word in _NO_MEMORY)):
+        return WorkerMemoryError(rank, text.rstrip("."), _MEMORY)
+    if inner is not failure or has_died:
+        return WorkerError(rank, f"its process died ({text.rstrip('.')})", _DIED)
     return WorkerError(rank, f"{type(inner).__name__}: {text}", _DIED)
 
 

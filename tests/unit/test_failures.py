@@ -24,7 +24,14 @@ BROKEN = RuntimeError("gloo: Connection closed by peer")
         ({0: BROKEN, 1: WorkerError(1, "ValueError: boom", "Mend it")}, "worker 1 failed: ValueError: boom"),
         ({0: BROKEN, 1: WorkerMemoryError(1, "no room", "Lower it")}, "worker 1 ran out of memory: no room. Lower it"),
         ({0: BROKEN, 1: RayActorError(error_msg="killed")}, "worker 1 failed: its process died (killed)"),
-        ({0: BROKEN, 2: RayActorError(error_msg="killed, OOM")}, "worker 2 ran out of memory: killed, OOM"),
+        (
+            {0: BROKEN, 2: RayActorError(error_msg="Killed due to the node running low on memory.")},
+            "worker 2 ran out of memory: Killed due to the node running low on memory. Lower",
+        ),
+        (
+            {0: BROKEN, 2: RayActorError(error_msg="It died. Causes: (1) SIGKILL by OOM killer (2) SIGSEGV.")},
+            "worker 2 failed: its process died (It died. Causes: (1) SIGKILL by OOM killer (2) SIGSEGV)",
+        ),
         ({0: BROKEN, 1: UsageError("Give another --data.")}, "Give another --data."),
     ],
 )
