@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128, help="bytes per sample (default: 128)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default: 0.001)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="what to compute in")
     parser.add_argument("--num-workers", type=int, default=2, help="one per device (default: 2)")
     parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, else a Ray of its own")
     add_train_flags(parser)
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             data=options.data,
             learning_rate=options.lr,
         )
+        workload.precision = options.precision
         summary = train(workload, options)
         entropy = workload.unigram_entropy_nats()
         if summary.eval_loss is not None:
