@@ -172,10 +172,11 @@ class _Run:
 
     def close(self) -> None:
         """Ends what this run started, whatever happened before."""
-        if self.metrics is not None:
-            self.metrics.close()
-        if self.samples and not (self.directory.path / "telemetry.parquet").exists():
-            self._write_telemetry()
+        with contextlib.suppress(OSError):  # of a full disk the run itself has told, and its error is not to be lost
+            if self.metrics is not None:
+                self.metrics.close()
+            if self.samples and not (self.directory.path / "telemetry.parquet").exists():
+                self._write_telemetry()
         if self.hub is not None and ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):
                 self.hub.close()

@@ -53,6 +53,11 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
     With `counts_work` the floating-point operations and the bytes of every operation are counted, too.
     """
     model = build_bare(workload)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise TraceError(
+                name, "it is a parameter without a dimension, which FSDP2 cannot shard", "Make it [1] long"
+            )
     blocks = find_blocks(model, workload.blocks)
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())

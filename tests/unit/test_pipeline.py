@@ -162,6 +162,16 @@ def test_a_failed_worker_ends_the_run_with_its_error_and_keeps_the_telemetry(wor
     assert load_parquet(tmp_path / "telemetry.parquet").samples[-1].step == 3
 
 
+def test_a_full_disk_does_not_hide_why_a_run_ended(world, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    world.fails_at = 4
+    monkeypatch.setattr(pipeline, "save_parquet", full)
+    with pytest.raises(WorkerError, match="worker"):
+        run(world, tmp_path)
+
+
 def lost_cluster():
     raise RayActorError(error_msg="the node has crashed")
 

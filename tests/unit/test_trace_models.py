@@ -68,6 +68,16 @@ def test_numbers_that_come_from_the_batch_may_be_read():
     ) + sum(whole.traces[0].forward[4::5])
 
 
+def test_a_parameter_without_a_dimension_is_refused_before_anything_runs():
+    class Scaled(Stack):
+        def __init__(self):
+            super().__init__([Layer()])
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    with pytest.raises(TraceError, match=r"'scale' failed: it is a parameter without a dimension.* Make it \[1\] long"):
+        trace(Built(Scaled))
+
+
 class Reading(Layer):
     def forward(self, x):
         return x * 2 if x.sum().item() > 0 else x
