@@ -13,7 +13,7 @@ from osdp_ray.profiling.trace import trace
 from osdp_ray.workloads.gpt import GptWorkload
 from tests.oracle import UNIFORM_CHOICES, make_plan, measure, random_sections, traced_profile, uniform_plan
 
-NUM_SEEDS = 14
+NUM_SEEDS = 10
 WORLDS = ((2,), (3,), (4,), (8,), (2, 2), (4, 4))
 
 
