@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from fake_rank import DeviceKind, StepPeak, measure_second_step
 from harness import machine, parse_flags, write_figures
 from memory import error_figures
 
@@ -42,6 +41,7 @@ from osdp_ray.schema import format_table
 from osdp_ray.units import format_bytes
 from osdp_ray.workload import Workload
 from osdp_ray.workloads.gpt import GptWorkload
+from tests.fake_rank import DeviceKind, StepPeak, measure_second_step
 from tests.memory_cases import PRECISIONS, CaseDraw, build_case, draw_cases
 from tests.oracle import traced_profile, uniform_plan
 

@@ -10,7 +10,6 @@ import dataclasses
 import gc
 
 import torch
-from fake_rank import fake_rank
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # torch 2.13: private
 
 from osdp_ray.costs.units import group_size
@@ -18,6 +17,7 @@ from osdp_ray.records.plan import Plan, SectionPlan
 from osdp_ray.records.profile import Operator, Parameter, Precision, Profile, SectionClass
 from osdp_ray.workload import Workload
 from osdp_ray.workloads.gpt import GptWorkload
+from tests.fake_rank import fake_rank
 
 _COMPUTE_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 # What DeepSpeed's estimators divide by the ranks: fp32 weights, gradients and two moments, and 16-bit gradients.

@@ -4,25 +4,19 @@ One process plays rank 0 of any number of ranks over a fake process group, whose
 at once. Profiles come from a trace alone, with round figures for seconds, so that nothing is measured.
 """
 
-import contextlib
 import dataclasses
 import gc
 import random
-from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map
 
-from osdp_ray.execution.apply import parallelize
-from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.planning.menus import uniform_sections
 from osdp_ray.profiling.trace import Trace
 from osdp_ray.records.plan import Choice, Plan, Prediction, SectionPlan, SolverReport, Synchronise, Unit
 from osdp_ray.records.profile import Calibration, ComputeCost, LinkCost, OptimizerCost, Profile
 from osdp_ray.workload import Workload
+from tests.fake_rank import fake_rank
 
 UNIFORM_CHOICES = {
     "DP": Choice(shard_over="none", regather=True),
@@ -168,56 +162,19 @@ def random_sections(profile: Profile, rng: random.Random) -> tuple[SectionPlan, 
 
 def measure(workload: Workload, plan: Plan, *, num_steps: int = 2, rank: int = 0) -> Truth:
     """Runs `num_steps` steps of a plan as one rank and returns the truth of the last one (the first one differs)."""
-    gc.collect()
-    gc.freeze()  # the collections below look only at what this call made
-    with _fake_ranks(rank, plan.num_ranks):
-        model, initialisation = build_on_meta(workload)
-        parallelize(model, plan, device_type="cpu")
-        initialisation.materialize(model, "cpu", 0)
-        optimizer = workload.build_optimizer(model.parameters())
-        batches = workload.build_batches(rank, plan.num_ranks, plan.micro_batch, 0, 0)
-        drawn = [next(batches) for _ in range(num_steps * plan.accumulation)]  # what a loader holds is not the step's
-        waiting = iter(drawn)
-        model._get_fsdp_state()._lazy_init()  # torch 2.13: pads the shards, which the first forward does otherwise
-        live = _persistent_bytes(model, optimizer)  # from here on events tell: FSDP2 may hold a buffer between steps
+    with fake_rank(workload, plan, rank=rank) as played:
+        live = played.persistent_bytes()  # from here on events tell: FSDP2 may hold a buffer between steps
         for _ in range(num_steps):
             gc.collect()  # Python keeps buffers of the last step alive until then
-            persistent = _persistent_bytes(model, optimizer)
+            persistent = played.persistent_bytes()
             with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-                for number in range(1, plan.accumulation + 1):
-                    if plan.synchronise == "last":
-                        model.set_requires_gradient_sync(number == plan.accumulation)
-                    batch = tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, next(waiting))
-                    loss = workload.loss(model, batch)
-                    (loss / plan.accumulation).backward()
-                    del loss, batch
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+                played.step()
             events = _allocator_events(recorded)
             start, peak = live, live
             for num_bytes in events:
                 live += num_bytes
                 peak = max(peak, live)
-    gc.unfreeze()
     return Truth(persistent_bytes=persistent, peak_bytes=peak, left_bytes=live - start, events=events)
-
-
-@contextlib.contextmanager
-def _fake_ranks(rank: int, num_ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _persistent_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the storages of local parameter shards, buffers and optimizer state."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
-    return sum(storages.values())
 
 
 def _allocator_events(recorded: torch.profiler.profile) -> tuple[int, ...]:

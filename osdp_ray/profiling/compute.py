@@ -24,6 +24,7 @@ from osdp_ray.records.profile import ENTER, EXIT, POST_BACKWARD, PRE_BACKWARD, C
 from osdp_ray.workload import Workload
 
 _REPEATS = 5
+_Points = list[tuple[int, float]]  # micro-batch, seconds
 _Run = list[tuple[float, float]]  # (forward, backward) seconds by class
 
 
@@ -132,9 +133,14 @@ def _fit(class_index: int, rows: dict[int, list[_Run]], selective: dict[int, lis
         (micro_batch, max(0.0, _median(selective[micro_batch], class_index, 1) - backward_s))
         for micro_batch, backward_s in backward
     ]
+    return fit_cost(class_index, forward, backward, more)
+
+
+def fit_cost(class_index: int, forward: _Points, backward: _Points, selective: _Points) -> ComputeCost:
+    """A class's seconds as lines in the micro-batch; `selective` is what recomputing a part adds to backward."""
     forward_constant, forward_slope = fit_line(forward)
     backward_constant, backward_slope = fit_line(backward)
-    selective_constant, selective_slope = fit_line(more)
+    selective_constant, selective_slope = fit_line(selective)
     return ComputeCost(
         class_index=class_index,
         forward_constant_s=forward_constant,
@@ -163,7 +169,7 @@ def _recomputed(model: nn.Module, names: list[str]) -> Iterator[None]:
             del block.forward
 
 
-def fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
+def fit_line(points: _Points) -> tuple[float, float]:
     """Least squares `constant + slope * x` with both at least zero."""
     if len(points) == 1:
         return 0.0, max(0.0, points[0][1]) / points[0][0]

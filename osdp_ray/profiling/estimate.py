@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from osdp_ray.errors import UsageError
-from osdp_ray.profiling.compute import fit_line
+from osdp_ray.profiling.compute import fit_cost
 from osdp_ray.profiling.links import COLLECTIVES, free_links, group_members
 from osdp_ray.profiling.optimizer import measure_optimizer
 from osdp_ray.profiling.trace import trace
@@ -115,18 +115,7 @@ def _compute_cost(class_index: int, found: dict[tuple[int, Recompute], SectionWo
         (m, max(0.0, seconds - plain_s))
         for (m, seconds), (_, plain_s) in zip(points(selective.backward), backward, strict=True)
     ]
-    forward_constant, forward_slope = fit_line(points(plain.forward))
-    backward_constant, backward_slope = fit_line(backward)
-    selective_constant, selective_slope = fit_line(more)
-    return ComputeCost(
-        class_index=class_index,
-        forward_constant_s=forward_constant,
-        forward_s_per_sample=forward_slope,
-        backward_constant_s=backward_constant,
-        backward_s_per_sample=backward_slope,
-        selective_constant_s=selective_constant,
-        selective_s_per_sample=selective_slope,
-    )
+    return fit_cost(class_index, points(plain.forward), backward, more)
 
 
 # -- links
