@@ -39,7 +39,7 @@ class StepSimulator:
     def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], class_indices: tuple[int, ...]) -> None:
         self.profile, self.sections, self.class_indices = profile, sections, class_indices
         self.table = table_of(profile)
-        self.scatter_copies = profile.backend == "gloo"  # its reduce-scatter works on a copy of its input
+        self.copies = profile.backend == "gloo"  # its gather and reduce-scatter work on a copy of the whole
         self.units: list[list[PlayedUnit]] = []
         self.by_operator: list[dict[int, PlayedUnit]] = []
         for section, class_index in zip(sections, class_indices, strict=True):
@@ -128,7 +128,8 @@ class StepSimulator:
 
     def _alloc_flat(self, unit: PlayedUnit) -> None:
         self._alloc(unit.sizes.flat_bytes)
-        self.peak = max(self.peak, self.live + unit.sizes.cast_bytes)
+        copy_bytes = unit.sizes.flat_bytes if self.copies else 0
+        self.peak = max(self.peak, self.live + unit.sizes.cast_bytes + copy_bytes)
 
     def _copy_out(self, unit: PlayedUnit) -> None:
         self.peak = max(self.peak, self.live + unit.sizes.copy_peak_bytes)
@@ -210,7 +211,7 @@ class StepSimulator:
         self._free(unit.gradient_bytes - held_bytes)
         unit.gradient_bytes = 0
         self._alloc(sizes.gradient_bytes)
-        if self.scatter_copies and sizes.group_size > 1:
+        if self.copies and sizes.group_size > 1:
             self.peak = max(self.peak, self.live + sizes.reduce_bytes)
         self._free(held_bytes)
         if unit.has_shard_gradient:  # added to the shard that is there
