@@ -79,6 +79,18 @@ class TraceError(OsdpError):
         return f"tracing module {self.module or 'the model'!r} failed: {self.problem}. {self.remedy}"
 
 
+class WorkloadError(OsdpError):
+    """A method of the user's workload that raised, or gave what cannot be used; `place` is file:line, '' for none."""
+
+    def __init__(self, method: str, problem: str, place: str, remedy: str) -> None:
+        super().__init__(method, problem, place, remedy)
+        self.method, self.problem, self.place, self.remedy = method, problem, place, remedy
+
+    def __str__(self) -> str:
+        where = f" ({self.place})" if self.place else ""
+        return f"the workload's {self.method} {self.problem}{where}. {self.remedy}"
+
+
 class InfeasibleError(OsdpError):
     """No plan fits the budget."""
 

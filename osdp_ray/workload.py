@@ -1,16 +1,21 @@
 """Workload: what a user brings, a model with its data, loss and optimizer.
 
-The base class below is the contract. It imports no torch, so that planning from a profile stays fast.
+The base class below is the contract; modeling.user_code calls its methods. It imports no torch, so that planning from a
+profile stays fast.
 """
 
 import hashlib
 import importlib
 import inspect
 import json
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osdp_ray.errors import UsageError
+from osdp_ray.blame import calling
+from osdp_ray.errors import UsageError, WorkloadError
 
 if TYPE_CHECKING:
     import torch
@@ -69,55 +74,91 @@ class Workload:
         return None
 
     def hash(self) -> str:
-        """Identifies the workload: its class, its settings and the source of its class."""
+        """Identifies the workload: its class, its settings and the source of its class.
+
+        Raises WorkloadError where the settings are no JSON.
+        """
         kind = type(self)
         try:
             source = inspect.getsource(kind)
         except (OSError, TypeError):
             source = ""
-        identity = [kind.__module__, kind.__qualname__, self.precision, self.settings(), source]
-        text = json.dumps(identity, sort_keys=True)
+        with calling("settings"):
+            settings = self.settings()
+        try:
+            text = json.dumps([kind.__module__, kind.__qualname__, self.precision, settings, source], sort_keys=True)
+        except (TypeError, ValueError) as error:
+            problem = f"returned what JSON cannot hold ({error})"
+            remedy = "Return a dict of names to numbers, texts, and lists and dicts of them."
+            raise WorkloadError("settings", problem, place_of_method(self, "settings"), remedy) from error
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def place_of_method(workload: Workload, name: str) -> str:
+    """file:line of a method's definition, '' where it has none."""
+    method = getattr(workload, name, None)
+    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)  # type: ignore[arg-type]
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
 def load_workload(spec: str, arguments: dict[str, str]) -> Workload:
     """The workload named on a command line: 'gpt', or 'package.module:function' that returns one.
 
     `arguments` are the `key=value` words, converted by the function's annotations (int, float, str, bool).
-    Raises UsageError naming what is wrong.
+    Raises UsageError naming what is wrong, and WorkloadError for what the user's module or function raises.
     """
-    path = _BUILT_IN.get(spec, spec)
-    module_name, _, function_name = path.partition(":")
-    if not function_name:
+    function = _find_function(spec)
+    settings = _convert(function, arguments, spec)
+    with calling(f"function {spec}"):
+        workload = function(**settings)
+    if not isinstance(workload, Workload):
+        raise UsageError(f"{spec} returned a {type(workload).__name__}, and an osdp_ray.Workload is needed.")
+    return workload
+
+
+def _find_function(spec: str) -> Callable[..., Any]:
+    if spec.endswith(".json") or Path(spec).is_file():
+        raise UsageError(
+            f"{spec} is a file, and a workload is needed: {', '.join(_BUILT_IN)}, or package.module:function. "
+            "From a profile's file 'osdp plan FILE' plans, without --cluster."
+        )
+    module_name, _, function_name = _BUILT_IN.get(spec, spec).partition(":")
+    if not function_name or not module_name or module_name.startswith("."):
         raise UsageError(
             f"no workload is called {spec!r}. Use {', '.join(_BUILT_IN)}, or package.module:function of your own."
         )
     try:
-        module = importlib.import_module(module_name)
+        with calling(f"module {module_name}", passes=lambda error: isinstance(error, ModuleNotFoundError)):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UsageError(
             f"the module {module_name!r} of workload {spec!r} cannot be imported ({error}). "
             "Run from the folder that holds it, or install it."
         ) from error
     function = getattr(module, function_name, None)
-    if function is None:
-        raise UsageError(
-            f"the module {module_name!r} has no {function_name!r}. Name a function that returns a Workload."
-        )
-    workload = function(**_convert(function, arguments, spec))
-    if not isinstance(workload, Workload):
-        raise UsageError(f"{spec} returned a {type(workload).__name__}, and an osdp_ray.Workload is needed.")
-    return workload
+    if not callable(function):
+        problem = f"has no {function_name!r}" if function is None else f"has a {function_name!r} that is no function"
+        raise UsageError(f"the module {module_name!r} {problem}. Name a function that returns a Workload.")
+    return function
 
 
 def _convert(function: Callable[..., Any], arguments: dict[str, str], spec: str) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
+    parameters = _signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
     converted: dict[str, Any] = {}
     for name, text in arguments.items():
-        if name not in parameters:
-            known = ", ".join(parameters) or "no arguments"
+        if name not in named:
+            if takes_all:
+                converted[name] = text
+                continue
+            known = ", ".join(named) or "no arguments"
             raise UsageError(f"workload {spec!r} takes no {name!r}. It takes {known}.")
-        kind = parameters[name].annotation
+        kind = _single_type(named[name].annotation)
         try:
             if kind is bool:
                 converted[name] = {"true": True, "1": True, "false": False, "0": False}[text.lower()]
@@ -126,10 +167,30 @@ def _convert(function: Callable[..., Any], arguments: dict[str, str], spec: str)
             else:
                 converted[name] = text
         except (KeyError, ValueError) as error:
-            raise UsageError(f"{name}={text} of workload {spec!r} is no {kind.__name__}.") from error
+            raise UsageError(
+                f"{name}={text} of workload {spec!r} is no {kind.__name__}. Give {name}={_EXAMPLES[kind]}."
+            ) from error
     missing = [
-        name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in converted
+        name for name, parameter in named.items() if parameter.default is parameter.empty and name not in converted
     ]
     if missing:
         raise UsageError(f"workload {spec!r} needs {missing[0]}=VALUE.")
     return converted
+
+
+_EXAMPLES = {int: "a whole number", float: "a number, such as 0.5", bool: "true or false"}
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)  # annotations may be texts, as `annotations` makes them
+    except NameError:  # of a name that only type checkers import
+        return inspect.signature(function)
+
+
+def _single_type(annotation: Any) -> Any:
+    """The type to read a word as: of `int | None` it is int."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+        return kinds[0] if len(kinds) == 1 else str
+    return annotation

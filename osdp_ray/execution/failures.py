@@ -1,22 +1,15 @@
 """What Ray Train raises -> the one OsdpError that says why: the first cause, not what it dragged along.
 
 When one rank fails, the others fail in their next collective. So causes are ranked: memory that ran out, an error of
-this package (bad data, a damaged save), a worker process that died, other errors, and last broken connections.
+this package (bad data, a damaged save, the workload's own code), a worker process that died, other errors, and last
+broken connections.
 """
 
 from typing import Any
 
 from osdp_ray.errors import OsdpError, WorkerError, WorkerMemoryError
+from osdp_ray.modeling.user_code import BROKEN_CONNECTION
 
-_BROKEN_CONNECTION = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "socket timeout",
-    "nccl error",
-    "timed out waiting",
-)
 _RAY_KILLED = ("running low on memory", "memory usage threshold")
 _NO_MEMORY = ("out of memory", "oom")
 _DIED = "Look at its node's memory and logs; go on from the last save with --resume"
@@ -56,7 +49,7 @@ def _order(error: OsdpError) -> int:
         return 1
     if error.problem.startswith("its process died"):
         return 2
-    return 4 if any(words in error.problem.lower() for words in _BROKEN_CONNECTION) else 3
+    return 4 if any(words in error.problem.lower() for words in BROKEN_CONNECTION) else 3
 
 
 def _first_line(error: Any) -> str:

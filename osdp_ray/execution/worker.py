@@ -24,26 +24,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from osdp_ray.errors import OsdpError, WorkerError, WorkerMemoryError
+from osdp_ray.blame import calling
+from osdp_ray.errors import OsdpError, WorkerError, WorkerMemoryError, WorkloadError
 from osdp_ray.execution.apply import parallelize
 from osdp_ray.execution.clipping import clip_gradients
 from osdp_ray.execution.options import TrainOptions
 from osdp_ray.execution.saves import Save, derive_seed, load, save
+from osdp_ray.modeling import user_code
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.records.plan import Plan
 from osdp_ray.records.telemetry import Sample
 from osdp_ray.workload import Workload
 
 _MEMORY_REMEDY = "Lower --memory-budget so that the plan leaves more room, or lower --micro-batch"
-_HEADROOM_WORDS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     """The train function of the TorchTrainer; `config` is what `execute` makes. Returns this rank's verdict.
 
     `{"status": "done" | "stopped" | "replan", "step", "save", "first_loss", "final_loss", "eval_loss"}`. Raises
-    WorkerMemoryError where memory ran out and WorkerError for what the workload's own code raised, both naming the
-    rank and pickled everywhere; the whole traceback is in `<run>/failure-rank-<rank>.txt`.
+    WorkerMemoryError where memory ran out, WorkloadError for what the workload's own code raised, and WorkerError for
+    everything else; all name the rank and are pickled everywhere. The whole traceback is in
+    `<run>/failure-rank-<rank>.txt`.
     """
     import ray.train
 
@@ -53,15 +55,25 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
         os.chdir(config["directory"])
     try:
         return _run(rank, config)
+    except WorkloadError as error:
+        where = _write_traceback(rank, config["run_dir"])
+        problem, remedy = f"{error.problem} on rank {rank}", f"{error.remedy} The traceback is in {where}"
+        raise WorkloadError(error.method, problem, error.place, remedy) from None
     except OsdpError:
         raise
     except Exception as error:  # the border of this process: other ranks and the driver need the rank
-        where = Path(config["run_dir"], f"failure-rank-{rank}.txt")
-        with contextlib.suppress(OSError):
-            where.write_text(traceback.format_exc(), encoding="utf-8")
-        if _is_out_of_memory(error):
+        where = _write_traceback(rank, config["run_dir"])
+        if user_code.is_out_of_memory(error):
             raise WorkerMemoryError(rank, str(error).splitlines()[0], _MEMORY_REMEDY) from None
         raise WorkerError(rank, _describe(error), f"The traceback is in {where}") from None
+
+
+def _write_traceback(rank: int, run_dir: str) -> Path:
+    """Writes that of the exception which is being handled."""
+    where = Path(run_dir, f"failure-rank-{rank}.txt")
+    with contextlib.suppress(OSError):
+        where.write_text(traceback.format_exc(), encoding="utf-8")
+    return where
 
 
 def _run(rank: int, config: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +122,8 @@ class TrainLoop:
         self.model = parallelize(model, plan, device_type=device.type)
         initialisation.materialize(self.model, device, options.seed)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = workload.build_optimizer(self.parameters)
-        self.scheduler = workload.build_scheduler(self.optimizer, options.num_steps)
+        self.optimizer = user_code.build_optimizer(workload, self.parameters)
+        self.scheduler = user_code.build_scheduler(workload, self.optimizer, options.num_steps)
         self.status = torch.zeros(3, device=device)  # sum of losses, stop, replan
         self.step = self.num_samples = self.saved_step = 0
         self.first_loss: float | None = None
@@ -126,8 +138,9 @@ class TrainLoop:
         eval_loss = None
         self.model.train()
         per_round = self.plan.micro_batch * self.num_ranks
-        batches = self.workload.build_batches(
-            self.rank, self.num_ranks, self.plan.micro_batch, self.options.seed, self.num_samples // per_round
+        start = self.num_samples // per_round
+        batches = user_code.batches(
+            self.workload, self.rank, self.num_ranks, self.plan.micro_batch, self.options.seed, start
         )
         command = self._first_command()
         attempt_step = 0
@@ -220,19 +233,20 @@ class TrainLoop:
     def _micro_batch(self, batches: Iterator[Any], clock: "_Clock") -> None:
         batch = to_device(next(batches), self.device)
         clock.lap("data_s")
-        loss = self.workload.loss(self.model, batch)
+        loss = user_code.loss(self.workload, self.model, batch)
         clock.lap("forward_s")
-        (loss / self.plan.accumulation).backward()
+        user_code.backward(loss / self.plan.accumulation)
         self.status[0].add_(loss.detach())
         clock.lap("backward_s")
 
     def _update(self) -> torch.Tensor | None:
         max_norm = self.options.max_norm
         norm = None if max_norm is None else clip_gradients(self.parameters, max_norm)
-        self.optimizer.step()
+        user_code.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
-            self.scheduler.step()
+            with calling("build_scheduler", doing="gave a scheduler whose step() raised"):
+                self.scheduler.step()
         return norm
 
     def _live_bytes(self) -> int:
@@ -246,7 +260,7 @@ class TrainLoop:
 
     def _evaluate(self) -> float | None:
         """The mean loss over the held-out batches of all ranks; random state and training mode stay as they were."""
-        batches = self.workload.build_eval_batches(self.rank, self.num_ranks, self.plan.micro_batch)
+        batches = user_code.eval_batches(self.workload, self.rank, self.num_ranks, self.plan.micro_batch)
         if batches is None:
             return None
         total = torch.zeros(2, device=self.device)  # sum of losses, batches
@@ -254,7 +268,8 @@ class TrainLoop:
         self.model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             for batch in batches:
-                total[0].add_(self.workload.loss(self.model, to_device(batch, self.device)))
+                on_device = to_device(batch, self.device)
+                total[0].add_(user_code.loss(self.workload, self.model, on_device, needs_gradient=False))
                 total[1].add_(1)
         self.model.train()
         for module in self.model.modules():  # kept gathered parameters wait for a backward that never comes
@@ -318,12 +333,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
             return items
         return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
     return batch
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _HEADROOM_WORDS)
 
 
 def _describe(error: Exception) -> str:

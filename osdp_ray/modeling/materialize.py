@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.errors import TraceError
+from osdp_ray.modeling import user_code
 from osdp_ray.workload import Workload
 
 
@@ -141,7 +142,7 @@ def _key(tensor: torch.Tensor) -> int:
 def build_bare(workload: Workload) -> nn.Module:
     """The workload's model on the meta device, without any record of its initialisation."""
     with torch.device("meta"), _NoRandom():
-        return workload.build_model()
+        return user_code.build_model(workload)
 
 
 def build_on_meta(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
@@ -167,7 +168,7 @@ def build_on_meta(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
 def _record_build(workload: Workload) -> tuple[_Recorder, nn.Module]:
     recorder = _Recorder()
     with torch.device("meta"), recorder, _Constants(recorder), _initialising():
-        return recorder, workload.build_model()
+        return recorder, user_code.build_model(workload)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,9 @@ import concurrent.futures
 import dataclasses
 from typing import TYPE_CHECKING
 
+from osdp_ray.blame import summary
+from osdp_ray.errors import WorkloadError
+from osdp_ray.modeling import user_code
 from osdp_ray.profiling.compute import measure_compute
 from osdp_ray.profiling.estimate import estimate
 from osdp_ray.profiling.links import measure_copy, measure_links
@@ -31,9 +34,11 @@ _COMPUTE_LIMIT_S = 5.0
 def profile(workload: Workload, cluster: Cluster) -> Profile:
     """Traces the workload and measures it on every device of the cluster.
 
-    Raises TraceError for a model that fake tensors cannot run, ClusterError for a node that does not answer. No actor
-    is left behind.
+    Raises WorkloadError for what is wrong with the user's own code, TraceError for a model that fake tensors cannot
+    run, ClusterError for a node that does not answer. No actor is left behind.
     """
+    user_code.rehearse(workload)
+    _require_pickle(workload)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         opening = pool.submit(_open, cluster)  # starting processes takes as long as tracing
         try:
@@ -71,6 +76,16 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         calibration=Calibration(),
         overlaps=cluster.backend == "nccl",
     )
+
+
+def _require_pickle(workload: Workload) -> None:
+    import ray.cloudpickle  # loads ray, which an estimate does without
+
+    try:
+        ray.cloudpickle.dumps(workload)
+    except Exception as error:  # the border to code that is not ours
+        remedy = "Hold settings and paths in it, and open files, locks and the like in its methods."
+        raise WorkloadError("state", f"cannot be sent to workers ({summary(error)})", "", remedy) from error
 
 
 def _open(cluster: Cluster) -> "MeasuringGroup":

@@ -48,7 +48,7 @@ def _answering(method: Callable[..., Any]) -> Callable[..., Outcome]:
         try:
             return Outcome(value=method(*args, **kwargs))
         except OsdpError as error:
-            return Outcome(error=error)
+            return Outcome(error=error, traceback=traceback.format_exc())
         except Exception as error:  # the border of the process: the driver raises it with the rank
             return Outcome(error=_summary(error), traceback=traceback.format_exc())
 
@@ -178,6 +178,7 @@ class MeasuringGroup:
             problem = f"{self._where([rank])} was lost while {doing}: {_summary(error)}"
             raise ClusterError(problem, START_REMEDY) from error
         if isinstance(outcome.error, OsdpError):
+            outcome.error.add_note(outcome.traceback)  # pickle drops its cause
             raise outcome.error
         if outcome.error is not None:
             where = self._where([rank])

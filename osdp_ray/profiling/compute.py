@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from osdp_ray.modeling import user_code
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, find_blocks
@@ -51,7 +52,7 @@ def measure_compute(
     """One ComputeCost per class, fitted over the micro-batches; stops repeating once `limit_s` is used up."""
     device = torch.device(device_type)
     model, initialisation = build_on_meta(workload)
-    blocks = find_blocks(model, workload.blocks)
+    blocks = find_blocks(model, user_code.blocks(workload))
     started = time.perf_counter()
     rows: dict[int, list[_Run]] = {}
     selective: dict[int, list[_Run]] = {}
@@ -60,7 +61,7 @@ def measure_compute(
         for micro_batch in micro_batches:
             if rows and time.perf_counter() - started > limit_s:
                 break
-            batch = next(iter(workload.build_batches(0, 1, micro_batch, 0, 0)))
+            batch = next(user_code.batches(workload, 0, 1, micro_batch, 0, 0))
             batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
             runs = [_run_once(workload, model, structure, blocks, stubs, batch, device) for _ in range(_REPEATS + 1)]
             rows[micro_batch] = runs[1:]
@@ -88,9 +89,9 @@ def _run_once(
     handles = [handle for name in real for handle in attach_hooks(watch, name, model.get_submodule(name))]
     model.zero_grad(set_to_none=True)
     watch.mark(ENTER, "")
-    loss = workload.loss(model, batch)
+    loss = user_code.loss(workload, model, batch)
     watch.mark(BACKWARD, "")
-    loss.backward()
+    user_code.backward(loss)
     watch.mark(EXIT, "")
     for handle in handles:
         handle.remove()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from osdp_ray.errors import UsageError
+from osdp_ray.modeling import user_code
 from osdp_ray.profiling.compute import fit_cost
 from osdp_ray.profiling.links import COLLECTIVES, free_links, group_members
 from osdp_ray.profiling.optimizer import measure_optimizer
@@ -48,6 +49,7 @@ def estimate(workload: Workload, hardware: Hardware) -> Profile:
     for the workload's precision.
     """
     _check_precision(workload, hardware)
+    user_code.rehearse(workload)
     traced = trace(workload, counts_work=True)
     slowest_copy = min(device.achieved_bytes_per_s for device in hardware.devices) / _COPY_BYTES_MOVED
     return Profile(
@@ -202,7 +204,7 @@ class _OnDevice(Workload):
         self.workload = workload
 
     def build_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        optimizer = self.workload.build_optimizer(parameters)
+        optimizer = user_code.build_optimizer(self.workload, parameters)
         for group in optimizer.param_groups:
             if group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
@@ -250,7 +252,7 @@ def _count_step(workload: Workload) -> tuple[float, float]:
 
 def _counted_step(workload: Workload, number: int) -> _StepCounter:
     parameters = [nn.Parameter(torch.zeros(_NUM_ELEMENTS)) for _ in range(number)]
-    optimizer = workload.build_optimizer(parameters)
+    optimizer = user_code.build_optimizer(workload, parameters)
     counter = _StepCounter()
     for is_first in (True, False):  # the first step makes the state
         for parameter in parameters:

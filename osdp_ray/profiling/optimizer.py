@@ -7,6 +7,7 @@ import time
 import torch
 from torch import nn
 
+from osdp_ray.modeling import user_code
 from osdp_ray.records.profile import OptimizerCost
 from osdp_ray.workload import Workload
 
@@ -37,7 +38,7 @@ def measure_optimizer(workload: Workload) -> OptimizerCost:
 
 def _stepped(workload: Workload, sizes: list[int]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.randn(size)) for size in sizes]
-    optimizer = workload.build_optimizer(parameters)
+    optimizer = user_code.build_optimizer(workload, parameters)
     _step(optimizer, parameters)
     return optimizer, parameters
 
@@ -45,7 +46,7 @@ def _stepped(workload: Workload, sizes: list[int]) -> tuple[torch.optim.Optimize
 def _step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
+    user_code.step(optimizer)
 
 
 def _state_bytes(workload: Workload, size: int) -> int:

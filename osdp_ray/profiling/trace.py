@@ -7,8 +7,9 @@ size as `constant + per_sample * micro_batch`. Nothing of the model's size is al
 
 import contextlib
 import dataclasses
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from osdp_ray.errors import TraceError
+from osdp_ray.blame import calling, summary
+from osdp_ray.errors import TraceError, WorkloadError
+from osdp_ray.modeling import user_code
 from osdp_ray.modeling.materialize import build_bare, build_on_meta
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
@@ -30,6 +33,9 @@ from osdp_ray.workload import Workload
 
 _MICRO_BATCHES = (2, 3)
 _SPARES: tuple[Recompute, ...] = ("selective", "full")
+_FAKE_ERRORS = (RuntimeError, NotImplementedError, TypeError)
+_FAKE_WORDS = re.compile(r"\bfake|\bmeta\b|data pointer|tensor subclass")
+_USER_REMEDY = "Mend it there, and check that shapes and types fit each other."
 _LONG_ROW = 5  # blocks of a row: two and the last one that do not recompute, one each that recomputes
 
 
@@ -48,7 +54,8 @@ class Trace:
 
 
 def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
-    """Traces a workload's model; needs neither a device nor the model's memory. Raises TraceError naming the module.
+    """Traces a workload's model; needs neither a device nor the model's memory. Raises TraceError naming the module,
+    and WorkloadError where the user's own code is wrong.
 
     With `counts_work` the floating-point operations and the bytes of every operation are counted, too.
     """
@@ -58,7 +65,10 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
             raise TraceError(
                 name, "it is a parameter without a dimension, which FSDP2 cannot shard", "Make it [1] long"
             )
-    blocks = find_blocks(model, workload.blocks)
+        if parameter.numel() == 0:
+            problem = f"it is a parameter of shape {tuple(parameter.shape)}, without an element to train or to shard"
+            raise TraceError(name, problem, "Leave it out of the model, or make no dimension of it 0")
+    blocks = find_blocks(model, user_code.blocks(workload))
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
     try:
@@ -144,15 +154,9 @@ def _first_of_each(found: list[Any]) -> Iterator[Any]:
 
 
 def _first_batch(workload: Workload, micro_batch: int) -> Any:
-    """The first batch, whose shapes stand for all. Raises TraceError where there is none, or the second one differs."""
-    batches = workload.build_batches(0, 1, micro_batch, 0, 0)
-    if not isinstance(batches, Iterable):
-        raise TraceError("", f"build_batches returned {batches!r}, no batches", "Yield batches from it, without end")
-    iterator = iter(batches)
-    batch = next(iterator, None)
-    if not _shapes(batch):
-        raise TraceError("", "build_batches yielded no tensors", "Yield a tensor, or tuples or dicts of tensors")
-    later = next(iterator, batch)
+    """The first batch, whose shapes stand for all. Raises TraceError where the second one's differ."""
+    batches = user_code.batches(workload, 0, 1, micro_batch, 0, 0)
+    batch, later = next(batches), next(batches)
     if _shapes(later) != _shapes(batch):
         raise TraceError(
             "",
@@ -257,47 +261,48 @@ class _Subject:
     def _run(self, recorder: Recorder, batch: Any) -> None:
         try:
             with self.mode, recorder, Numbers(recorder), _fake_random_state(), _real_branches():
-                loss = self.workload.loss(self.model, batch)
-                _check_loss(loss)
+                loss = user_code.loss(self.workload, self.model, batch, passes=_is_of_fakes)
                 recorder.mark(BACKWARD, "")
-                _run_backward(loss / 1)  # the worker divides too, for accumulation
+                with calling("loss", doing="raised in backward", passes=_is_of_fakes):
+                    _run_backward(loss / 1)  # the worker divides too, for accumulation
                 del loss
+        except WorkloadError as error:
+            module = self._failing_module(error.__cause__)
+            if not module:
+                raise
+            problem = f"{error.problem}, in module {module!r}"
+            raise WorkloadError(error.method, problem, error.place, _USER_REMEDY) from error.__cause__
         except values.UNREADABLE as error:
             raise TraceError(
                 self._failing_module(error),
-                f"it reads values of activations or parameters, which have none before a run ({_first_line(error)})",
+                f"it reads values of activations or parameters, which have none before a run ({summary(error)})",
                 "Avoid .item(), .tolist(), bool(tensor) and shapes that depend on values; of a mixture of experts take "
                 "an implementation of fixed shapes, such as grouped_mm",
             ) from error
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except _FAKE_ERRORS as error:
             raise TraceError(
                 self._failing_module(error),
-                f"fake tensors cannot run it ({_first_line(error)})",
-                "Check that its shapes fit each other, and register a fake kernel for custom operations "
-                "(torch.library.register_fake)",
+                f"fake tensors cannot run it ({summary(error)})",
+                "Register a fake kernel for custom operations (torch.library.register_fake), and keep to operations of "
+                "torch",
             ) from error
 
-    def _failing_module(self, error: BaseException) -> str:
+    def _failing_module(self, error: BaseException | None) -> str:
         """The innermost module in whose code the error was raised, '' where it was none."""
         names = {id(module): name for name, module in reversed(self.modules)}
         found = ""
-        trail = error.__traceback__
+        trail = error.__traceback__ if error is not None else None
         while trail is not None:
             found = names.get(id(trail.tb_frame.f_locals.get("self")), found)
             trail = trail.tb_next
         return found
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise TraceError("", f"loss returned {what}", "Return the mean loss of the micro-batch, one number as a tensor")
-    if not loss.requires_grad:
-        raise TraceError("", "its loss depends on no parameter that is trained", "Let parameters require gradients")
+def _is_of_fakes(error: BaseException) -> bool:
+    """Whether fake tensors fail where real ones would not: they have no values, and not all operations know them."""
+    if isinstance(error, values.UNREADABLE) or user_code.is_out_of_memory(error):
+        return True
+    return isinstance(error, _FAKE_ERRORS) and _FAKE_WORDS.search(str(error).lower()) is not None
 
 
 def _run_backward(loss: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ OUTERMOST = ("tune", "reporting", "cli")
 LEVELS = (
     ("units",),
     ("errors",),
-    ("schema",),
+    ("schema", "blame"),
     ("records",),
     ("workload", "costs", "catalogue"),
     ("modeling", "workloads"),
