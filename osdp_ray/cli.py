@@ -176,15 +176,25 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _read_profile(options: argparse.Namespace) -> Any:
-    from osdp_ray.records.profile import Profile
-
     if options.settings or options.precision:
         word = options.settings[0] if options.settings else "--precision"
         raise UsageError(
             f"{word} belongs to a workload, and {options.workload} is read as a profile. "
             "Name a workload and give --cluster, or give 'osdp profile' the workload first."
         )
-    return Profile.load(options.workload)
+    return _load_profile(options.workload, "Name a workload and give --cluster, or make it by")
+
+
+def _load_profile(path: str, remedy: str = "Make it by") -> Any:
+    from osdp_ray.records.profile import Profile
+
+    if not Path(path).exists():
+        raise UsageError(f"there is no profile {path!r}. {remedy} 'osdp profile WORKLOAD --out {_json_name(path)}'.")
+    return Profile.load(path)
+
+
+def _json_name(path: str) -> str:
+    return path if path.endswith(".json") else "profile.json"
 
 
 def _estimate(options: argparse.Namespace) -> Any:
@@ -204,13 +214,14 @@ def _estimate(options: argparse.Namespace) -> Any:
 
 def _explain(options: argparse.Namespace) -> int:
     from osdp_ray.costs import explain_peaks, peak_table
-    from osdp_ray.errors import PlanMismatchError
     from osdp_ray.records.plan import Plan
-    from osdp_ray.records.profile import Profile
 
-    plan, profile = Plan.load(options.plan), Profile.load(options.profile)
-    if plan.workload_hash != profile.workload_hash:
-        raise PlanMismatchError("workload", plan.workload_hash, profile.workload_hash)
+    if not Path(options.plan).exists():
+        raise UsageError(
+            f"there is no plan {options.plan!r}. Make it by 'osdp plan profile.json --out {options.plan}'."
+        )
+    plan, profile = Plan.load(options.plan), _load_profile(options.profile)
+    plan.require_profile(profile)
     peaks = explain_peaks(profile, plan)
     if options.json:
         _write(json.dumps([dataclasses.asdict(peak) for peak in peaks], indent=1))

@@ -21,8 +21,8 @@ import ray
 from osdp_ray.attempt import Attempt
 from osdp_ray.costs import predict
 from osdp_ray.discovery import connect, discover
-from osdp_ray.errors import ClusterError, InfeasibleError, Interrupted, OsdpError, SolverError, UsageError
-from osdp_ray.execution import TrainOptions, execute, latest_save, read_save
+from osdp_ray.errors import ClusterError, InfeasibleError, Interrupted, OsdpError, SolverError
+from osdp_ray.execution import TrainOptions, execute
 from osdp_ray.observation import HubClient, Note, load_parquet, save_parquet, start_hub
 from osdp_ray.planning import plan as make_plan
 from osdp_ray.profiling import profile as make_profile
@@ -32,6 +32,7 @@ from osdp_ray.records.profile import Profile
 from osdp_ray.records.summary import Summary
 from osdp_ray.records.telemetry import Sample, Telemetry
 from osdp_ray.replanning import drifted, recalibrate
+from osdp_ray.resuming import Earlier, find_earlier, reusable_profile
 from osdp_ray.run_directory import MetricsFile, RunDirectory, measured_step_s, summarize
 from osdp_ray.settings import Settings, check_batches, check_settings
 from osdp_ray.signals import StopNow, StopSignals
@@ -132,22 +133,22 @@ class _Run:
         self.newest_save: Path | None = None
         self.last_step = self.num_replans = 0
         self.stage_s: dict[str, float] = {}
-        self.earlier_budget_bytes: int | None = None  # of the run that is gone on with
         self.candidate: Plan | None = None
         self.used_decisions: list[tuple[object, ...]] = []
 
     def run(self) -> Summary:
         hash_of_workload = self.workload.hash()  # reads the data's facts: errors of the data come before all else
-        before = self._find_earlier(hash_of_workload) if self.settings.resume else None
+        earlier = find_earlier(self.directory, hash_of_workload, self.settings) if self.settings.resume else None
+        if earlier is not None:
+            self.newest_save, self.last_step = earlier.save, earlier.step
         with self._stage("discover"):
             connect(self.settings.address, num_workers=self.settings.num_workers)
             self.signals.install()
             self.cluster = discover(num_workers=self.settings.num_workers)
         check_batches(self.settings.global_batch, self.cluster.num_ranks, self.settings.micro_batch)
-        self.cluster.save(self.directory.path / "cluster.json")
         self.tell("cluster", {"cluster": self.cluster})
-        if before is None or not self._reuse(*before):
-            self._profile_and_plan(0 if before is None else before[0] + 1)
+        if earlier is None or not self._reuse(earlier):
+            self._profile_and_plan(earlier)
         self._open_files()
         self.hub = start_hub(f"{self.directory.path.name}-{secrets.token_hex(4)}")
         verdict = self._train()
@@ -189,66 +190,31 @@ class _Run:
         self.stage_s[name] = self.stage_s.get(name, 0.0) + time.monotonic() - start_s
         self.tell("stage", {"name": name, "seconds": self.stage_s[name]})
 
-    # Resuming: what the directory holds already
-
-    def _find_earlier(self, hash_of_workload: str) -> tuple[int, Plan]:
-        """The newest plan of the run to go on with, checked against this workload, and its newest save."""
-        index, plan = self.directory.newest_plan()
-        where = self.directory.path
-        if plan.workload_hash != hash_of_workload:
-            raise UsageError(
-                f"{where} holds a run of workload {plan.workload!r} with hash {plan.workload_hash}, and this one's is "
-                f"{hash_of_workload}. Resume with the same model and data settings, or give another --out."
-            )
-        self.earlier_budget_bytes = plan.budget_bytes
-        self.newest_save = latest_save(where)
-        if self.newest_save is None:
-            return index, plan
-        saved, options = read_save(self.newest_save), self.settings.options
-        for flag, was, now in (
-            ("--seed", saved.seed, options.seed),
-            ("--global-batch", saved.global_batch, self.settings.global_batch),
-        ):
-            if was != now:
-                raise UsageError(
-                    f"the run in {where} has {flag} {was}, not {now}. Give {flag} {was}, or another --out."
-                )
-        if saved.step >= options.num_steps:
-            raise UsageError(
-                f"the run in {where} is complete: {saved.step} of {options.num_steps} steps are done. "
-                "Raise --steps to train on, or give another --out."
-            )
-        self.last_step = saved.step
-        return index, plan
-
-    def _reuse(self, index: int, plan: Plan) -> bool:
-        """Takes the earlier plan where world and wishes are the same and its profile is there."""
-        wishes, path = self.settings, self.directory.path / "profile.json"
-        same = (
-            plan.ranks_per_node == self.cluster.ranks_per_node
-            and plan.global_batch == wishes.global_batch
-            and wishes.micro_batch in (None, plan.micro_batch)
-            and wishes.budget_bytes in (None, plan.budget_bytes)
-            and path.exists()
-        )
-        if same:
-            self.profile, self.plan, self.plan_index = Profile.load(path), plan, index
-            self.tell("plan", {"plan": plan, "index": index})
-        return same
-
     # Planning
 
-    def _profile_and_plan(self, index: int) -> None:
+    def _reuse(self, earlier: Earlier) -> bool:
+        """Takes the earlier plan where it still fits."""
+        profile = reusable_profile(self.directory, earlier.plan, self.cluster, self.settings)
+        if profile is None:
+            return False
+        self.profile, self.plan, self.plan_index = profile, earlier.plan, earlier.index
+        self.cluster.save(self.directory.path / "cluster.json")
+        self.tell("plan", {"plan": self.plan, "index": self.plan_index})
+        return True
+
+    def _profile_and_plan(self, earlier: Earlier | None) -> None:
+        """Nothing is written before there is a plan, so that cluster and profile of the directory are the plan's."""
         with self._stage("profile"):
             self.profile = make_profile(self.workload, self.cluster)
-        self.profile.save(self.directory.path / "profile.json")
         self.tell("profile", {"profile": self.profile})
         with self._stage("plan"):
-            self.plan = self._plan(self.profile)
-        self._use_plan(self.plan, index)
+            plan = self._plan(self.profile, None if earlier is None else earlier.plan.budget_bytes)
+        self.cluster.save(self.directory.path / "cluster.json")
+        self.profile.save(self.directory.path / "profile.json")
+        self._use_plan(plan, 0 if earlier is None else earlier.index + 1)
 
-    def _plan(self, profile: Profile) -> Plan:
-        budget_bytes = self.settings.budget_bytes or self.earlier_budget_bytes
+    def _plan(self, profile: Profile, earlier_budget_bytes: int | None = None) -> Plan:
+        budget_bytes = self.settings.budget_bytes or earlier_budget_bytes
         if budget_bytes is None:
             budget_bytes = int(self.cluster.smallest_memory_bytes * DEFAULT_BUDGET_FRACTION)
         return make_plan(
@@ -374,7 +340,7 @@ class _Run:
             return False
         profile = recalibrate(self.profile, self.plan, attempt.telemetry)
         try:
-            candidate = self._plan(profile)
+            candidate = self._plan(profile, self.plan.budget_bytes)
         except (InfeasibleError, SolverError) as error:
             _log.warning("the running plan stays: %s", error)
             return False

@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 from typing import Literal
 
-from osdp_ray.records.profile import Precision, Recompute
+from osdp_ray.errors import PlanMismatchError
+from osdp_ray.records.profile import Precision, Profile, Recompute, Section
 from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_percent, format_seconds
 
@@ -141,6 +142,17 @@ class Plan(Record):
             self.sections,
         )
 
+    def require_profile(self, profile: Profile) -> None:
+        """Raises PlanMismatchError unless the profile is of the model, the ranks and the precision planned for."""
+        for what, planned, found in (
+            ("workload", self.workload_hash, profile.workload_hash),
+            ("ranks per node", _joined(self.ranks_per_node), _joined(profile.ranks_per_node)),
+            ("precision", self.precision, profile.precision),
+            ("sections", *_different(self.sections, profile.sections)),
+        ):
+            if planned != found:
+                raise PlanMismatchError(what, planned, found)
+
     def table(self) -> str:
         """The plan for a terminal: one line per run of equal sections, then the prediction and the alternatives."""
         rows = []
@@ -178,6 +190,17 @@ class Plan(Record):
         if self.alternatives:
             lines += ["", format_table(*_alternatives(self))]
         return "\n".join(lines)
+
+
+def _joined(counts: tuple[int, ...]) -> str:
+    return " + ".join(map(str, counts))
+
+
+def _different(planned: tuple[SectionPlan, ...], found: tuple[Section, ...]) -> tuple[str, str]:
+    """Of two rows of sections what tells them apart, twice the same where they are alike."""
+    if len(planned) != len(found):
+        return f"{len(planned)} in number", f"{len(found)} in number"
+    return next(((a.name, b.name) for a, b in zip(planned, found, strict=True) if a.name != b.name), ("", ""))
 
 
 def _alternatives(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

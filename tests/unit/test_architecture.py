@@ -16,7 +16,7 @@ MAX_LINES = 400
 
 # Parts from the lowest to the highest. A part imports itself and lower ones; parts of a SIBLINGS row also one another.
 STAGES = ("discovery", "profiling", "planning", "execution", "observation", "replanning")
-PIPELINE = ("pipeline", "settings", "attempt", "run_directory", "signals")
+PIPELINE = ("pipeline", "settings", "attempt", "run_directory", "resuming", "signals")
 OUTERMOST = ("tune", "reporting", "cli")
 LEVELS = (
     ("units",),

@@ -1,5 +1,6 @@
 """The loop of the pipeline, with fakes for the cluster and the workers: files, events, re-plans, signals, resuming."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from osdp_ray import pipeline
 from osdp_ray.errors import ClusterError, InfeasibleError, Interrupted, WorkerError
 from osdp_ray.observation import load_parquet
 from osdp_ray.records.plan import Plan
+from osdp_ray.records.profile import Profile, Section
 from osdp_ray.records.summary import Summary
 from tests.fake_run import BUDGET_BYTES, GLOBAL_BATCH, Tiny, make_plan, run
 
@@ -200,6 +202,61 @@ def test_another_world_is_planned_anew_and_goes_on_from_the_save(world, tmp_path
     assert summary.budget_bytes == BUDGET_BYTES  # the run's own, not the default
     assert world.attempts[-1] == (1, caught.value.step)
     assert (summary.num_ranks, summary.num_plans) == (4, 2)
+
+
+def contents(folder):
+    return {path.name: path.read_text() for path in folder.glob("*.json")}
+
+
+@pytest.mark.parametrize("stage", ["make_profile", "make_plan"])
+def test_a_resume_in_another_world_that_ends_before_its_plan_leaves_the_run_as_it_was(
+    world, tmp_path, monkeypatch, stage
+):
+    with pytest.raises(Interrupted) as caught:
+        run(world, tmp_path, num_steps=100_000, on_event=interrupt(world, signal.SIGINT, 5))
+    before, step = contents(tmp_path), caught.value.step
+    world.num_ranks = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, stage, lambda *_, **__: raising(InfeasibleError(10, 2000, "loss", "head")))
+        with pytest.raises(InfeasibleError):
+            run(world, tmp_path, num_steps=step + 5, resume=True, budget_bytes=10)
+    assert contents(tmp_path) == before
+    world.num_ranks = 2
+    run(world, tmp_path, num_steps=step + 5, resume=True)
+    assert world.attempts[-1] == (0, step)  # the first plan, with its own profile
+
+
+def raising(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks_per_node": (1,)},
+        {"precision": "bf16"},
+        {"workload_hash": "other"},
+        {"device_kind": "cuda"},
+        {"sections": (Section(name="stem", class_index=0),)},
+        None,
+    ],
+    ids=lambda change: "no JSON" if change is None else next(iter(change)),
+)
+def test_a_profile_that_is_not_the_plans_is_made_anew(world, tmp_path, change):
+    world.fails_at = 2
+    with pytest.raises(WorkerError):
+        run(world, tmp_path)
+    world.fails_at = None
+    path = tmp_path / "profile.json"
+    right = path.read_text()
+    if change is None:
+        path.write_text("{")
+    else:
+        dataclasses.replace(Profile.load(path), **change).save(path)
+    run(world, tmp_path, resume=True)
+    assert world.kinds().count("profile") == 2
+    assert world.attempts[-1] == (1, 0)
+    assert path.read_text() == right
 
 
 def test_a_run_without_saves_resumes_from_the_start(world, tmp_path):

@@ -56,6 +56,7 @@ def test_out_must_be_a_folder(world, tmp_path):
         ({"global_batch": 3}, r"of 3 cannot be divided by 2 workers"),  # known only once the cluster is
         ({"num_steps": 0}, r"--steps is 0, and at least 1 is needed"),
         ({"save_every": -1}, r"--save-every is -1, and at least 0 is needed"),
+        ({"max_replans": -1}, r"--max-replans is -1, and at least 0 is needed"),
         ({"num_workers": 0}, r"--num-workers is 0, and at least 1 is needed"),
     ],
 )

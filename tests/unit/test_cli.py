@@ -1,0 +1,62 @@
+"""What the command line says of files and words that do not fit; every one is a line and exit code 2."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from osdp_ray.cli import main
+from osdp_ray.records.profile import Profile
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+PROFILE = str(GOLDEN / "profile-gpt-4x128.json")
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("plan") / "plan.json")
+    assert main(["plan", PROFILE, "--memory-budget", "1GiB", "--out", path]) == 0
+    return path
+
+
+@pytest.fixture
+def error(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command line adds the folder that it runs in
+
+    def of(*arguments):
+        assert main(arguments) == 2
+        return capsys.readouterr().err
+
+    return of
+
+
+def test_a_missing_file_is_answered_with_the_command_that_makes_it(error, plan):
+    made_by = "make it by 'osdp profile WORKLOAD --out a.json'"
+    assert f"there is no profile 'a.json'. Name a workload and give --cluster, or {made_by}" in error("plan", "a.json")
+    assert "'osdp profile WORKLOAD --out profile.json'" in error("plan", "gpt")
+    assert f"there is no profile 'a.json'. M{made_by[1:]}" in error("explain", plan, "--profile", "a.json")
+    assert "Make it by 'osdp plan profile.json --out b.json'" in error("explain", "b.json", "--profile", PROFILE)
+
+
+def test_a_profile_is_no_workload(error):
+    assert "profile-gpt-4x128.json is a file, and a workload is needed" in error(
+        "plan", PROFILE, "--cluster", "8x-a100-nvlink"
+    )
+
+
+def test_a_word_that_does_not_convert_is_named_with_its_key(error):
+    assert "layers=two of workload 'gpt' is no int" in error("plan", "gpt", "layers=two", "--cluster", "8x-a100-nvlink")
+
+
+def test_explain_takes_the_plans_own_profile_alone(error, plan, tmp_path):
+    assert main(["explain", plan, "--profile", PROFILE]) == 0
+    profile, other = Profile.load(PROFILE), str(tmp_path / "other.json")
+    for change, message in (
+        ({"workload_hash": "0"}, "the plan was made for workload"),
+        ({"ranks_per_node": (1,)}, f"for ranks per node {profile.num_ranks}, and here it is 1. Plan again"),
+        ({"precision": "bf16"}, "for precision fp32, and here it is bf16"),
+        ({"sections": profile.sections[1:]}, "for sections 6 in number, and here it is 5 in number"),
+    ):
+        dataclasses.replace(profile, **change).save(other)
+        assert message in error("explain", plan, "--profile", other)
