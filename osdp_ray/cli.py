@@ -8,12 +8,14 @@ import argparse
 import dataclasses
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from osdp_ray.errors import Interrupted, OsdpError, UsageError
+from osdp_ray.signals import StopSignals
 from osdp_ray.units import parse_bytes
 
 
@@ -25,19 +27,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def guarded(work: Callable[[], int]) -> int:
     """Runs a front end's work: OsdpErrors become a line on standard error and an exit code. Jobs use it too."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    try:
-        return work()
-    except Interrupted as error:
-        sys.stderr.write(f"{error}\n")
-        return 128 + error.signal_number
-    except OsdpError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        sys.stderr.close()
-        return 141
+    with StopSignals() as signals:
+        try:
+            return work()
+        except Interrupted as error:
+            return _stopped(error)
+        except OsdpError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return 2
+        except KeyboardInterrupt:
+            return _stopped(Interrupted(int(signals.received or signal.SIGINT), 0, ""))
+        except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+            sys.stderr.close()
+            return 141
+
+
+def _stopped(error: Interrupted) -> int:
+    sys.stderr.write(f"{error}\n")
+    return 128 + error.signal_number
 
 
 def size(text: str) -> int:

@@ -77,7 +77,8 @@ def _start_embedded(num_workers: int | None) -> None:
         # Ray would turn token authentication on by itself and leave a token file in the home folder, readable by all.
         # A token in the environment gives the same protection to this cluster alone.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    with _cluster_errors("Ray did not start on this machine", "See the newest folder below /tmp/ray for its logs."):
+    remedy = "See the newest folder below /tmp/ray for its logs."
+    with _callers_sigterm(), _cluster_errors("Ray did not start on this machine", remedy):
         ray.init(
             address="local",
             num_cpus=num_slots,
@@ -107,7 +108,8 @@ def _attach(address: str, deadline_s: float) -> None:
         "Run the job on a machine of the cluster, or submit it there by 'ray job submit -- ...'; a cluster with token "
         "authentication needs the same RAY_AUTH_MODE and RAY_AUTH_TOKEN here."
     )
-    with _cluster_errors(f"the Ray at {name} answers and does not let this process in", remedy), _limit(deadline_s):
+    problem = f"the Ray at {name} answers and does not let this process in"
+    with _callers_sigterm(), _cluster_errors(problem, remedy), _limit(deadline_s):
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 
@@ -169,6 +171,23 @@ def _cluster_errors(problem: str, remedy: str) -> Iterator[None]:
     except BaseException:
         ray.shutdown()
         raise
+
+
+@contextlib.contextmanager
+def _callers_sigterm() -> Iterator[None]:
+    """Lets a SIGTERM handler of the caller's count within the block and after it: `ray.init` sets ones that exit."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        yield
+    except SystemExit:  # one of Ray's handlers has heard it
+        signal.signal(signal.SIGTERM, handler)
+        handler(signal.SIGTERM, None)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 class _Deadline(BaseException):

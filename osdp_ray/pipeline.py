@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from osdp_ray.replanning import drifted, recalibrate
 from osdp_ray.resuming import Earlier, find_earlier, reusable_profile
 from osdp_ray.run_directory import MetricsFile, RunDirectory, measured_step_s, summarize
 from osdp_ray.settings import Settings, check_batches, check_settings
-from osdp_ray.signals import StopNow, StopSignals
+from osdp_ray.signals import StopSignals
 from osdp_ray.units import format_bytes
 from osdp_ray.workload import Workload
 
@@ -100,8 +101,8 @@ def run(
         training = _Run(workload, settings, directory, signals, on_event or (lambda kind, facts: None))
         try:
             return training.run()
-        except StopNow as stop:
-            raise training.interrupted(stop.signal_number) from None
+        except KeyboardInterrupt:  # StopNow, which waiting on Ray turns into a plain one
+            raise training.interrupted(signals.received or signal.SIGINT) from None
         except ray.exceptions.RayError as error:
             if signals.received is not None:  # a signal to the whole process group ends an embedded Ray as well
                 raise training.interrupted(signals.received) from None
@@ -110,9 +111,11 @@ def run(
                 "See 'ray status' and the logs of the head node; go on by --resume",
             ) from error
         finally:
+            signals.ignore()
             training.close()
             if not connected_before:
                 ray.shutdown()
+            directory.drop_bookkeeping()
 
 
 class _Run:
@@ -143,7 +146,6 @@ class _Run:
             self.newest_save, self.last_step = earlier.save, earlier.step
         with self._stage("discover"):
             connect(self.settings.address, num_workers=self.settings.num_workers)
-            self.signals.install()
             self.cluster = discover(num_workers=self.settings.num_workers)
         check_batches(self.settings.global_batch, self.cluster.num_ranks, self.settings.micro_batch)
         self.tell("cluster", {"cluster": self.cluster})
@@ -169,7 +171,7 @@ class _Run:
         return summary
 
     def interrupted(self, signal_number: int) -> Interrupted:
-        return Interrupted(signal_number, self.last_step, str(self.newest_save or ""))
+        return Interrupted(int(signal_number), self.last_step, str(self.newest_save or ""))
 
     def close(self) -> None:
         """Ends what this run started, whatever happened before."""
@@ -184,6 +186,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[None]:
+        self.signals.check()
         self.tell("stage", {"name": name, "seconds": None})
         start_s = time.monotonic()
         yield
@@ -274,6 +277,7 @@ class _Run:
         try:
             self._watch(thread, self.hub)
         except BaseException:
+            self.signals.ignore()
             with contextlib.suppress(ray.exceptions.RayError):
                 self.hub.kill_workers()
             thread.join(_ABORT_WAIT_S)

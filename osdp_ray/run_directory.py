@@ -7,12 +7,14 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from osdp_ray.errors import UsageError
+from osdp_ray.execution.options import RAY_FOLDER
 from osdp_ray.records.plan import Plan
 from osdp_ray.records.summary import Summary
 from osdp_ray.records.telemetry import Sample
@@ -54,6 +56,10 @@ class RunDirectory:
         if not paths:
             raise UsageError(f"{self.path} holds no run to go on with. Leave --resume out, or give the --out of a run.")
         return int(_PLAN_FILE.fullmatch(paths[-1].name)[1]), Plan.load(paths[-1])  # type: ignore[index]
+
+    def drop_bookkeeping(self) -> None:
+        """Removes what Ray Train keeps there while an attempt runs, where one was cut short."""
+        shutil.rmtree(self.path / RAY_FOLDER, ignore_errors=True)
 
     def plan_path(self, index: int) -> Path:
         return self.path / f"plan-{index}.json"

@@ -65,7 +65,7 @@ def sweep(
         try:
             if isinstance(profile_or_workload, Profile):
                 return job.from_profile(profile_or_workload)
-            return job.from_workload(profile_or_workload, num_workers, address, signals)
+            return job.from_workload(profile_or_workload, num_workers, address)
         except KeyboardInterrupt:  # StopNow, which waiting on Ray turns into a plain one
             number = signals.received or signal.SIGINT
             num_measured = sum(row.is_measured for row in job.rows.values())
@@ -95,9 +95,7 @@ class _Sweep:
         self._plan_all()
         return self._finish()
 
-    def from_workload(
-        self, workload: Workload, num_workers: int | None, address: str | None, signals: StopSignals
-    ) -> SweepResult:
+    def from_workload(self, workload: Workload, num_workers: int | None, address: str | None) -> SweepResult:
         import ray
 
         from osdp_ray.discovery import connect, discover
@@ -108,7 +106,6 @@ class _Sweep:
         try:
             with self._stage("discover"):
                 connect(address, num_workers=num_workers)
-                signals.install()
                 cluster = discover(num_workers=num_workers)
             self.tell("cluster", {"cluster": cluster})
             if self.global_batch is not None:

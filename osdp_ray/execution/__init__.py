@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from osdp_ray.execution.options import TrainOptions
+from osdp_ray.execution.options import RAY_FOLDER, TrainOptions
 from osdp_ray.records.cluster import Cluster
 from osdp_ray.records.plan import Plan
 from osdp_ray.workload import Workload
@@ -82,7 +82,7 @@ def execute(
     from osdp_ray.execution.worker import train_worker
 
     run_dir = Path(run_dir).resolve()
-    storage = run_dir / "ray"
+    storage = run_dir / RAY_FOLDER
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+RAY_FOLDER = "ray"  # of a run's directory: Ray Train's own bookkeeping, while an attempt runs
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:

@@ -1,13 +1,18 @@
 """What the command line says of files and words that do not fit; every one is a line and exit code 2."""
 
+import contextlib
 import dataclasses
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from osdp_ray.cli import main
+from osdp_ray.cli import guarded, main
 from osdp_ray.records.profile import Profile
+from osdp_ray.signals import StopSignals
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 PROFILE = str(GOLDEN / "profile-gpt-4x128.json")
@@ -60,3 +65,43 @@ def test_explain_takes_the_plans_own_profile_alone(error, plan, tmp_path):
     ):
         dataclasses.replace(profile, **change).save(other)
         assert message in error("explain", plan, "--profile", other)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_at_any_moment_is_told_and_gives_its_exit_code(capsys, number, code):
+    before = signal.getsignal(number)
+    assert guarded(lambda: os.kill(os.getpid(), number) or time.sleep(9)) == code
+    assert capsys.readouterr().err.startswith(f"stopped by signal {int(number)} before anything was saved")
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_during_an_import_waits_for_its_end(capsys, tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text(
+        "import os, signal, time\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(0.1)\n"
+        "except BaseException:\n    pass\n"  # as modules written in C do
+        "is_whole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def work():
+        import slow_module
+
+        seen.append(slow_module.is_whole)
+        time.sleep(9)
+        return 0
+
+    seen = []
+    assert guarded(work) == 143
+    assert seen == [True]
+
+
+def test_a_signal_whose_exception_was_dropped_is_found_by_the_next_who_listens():
+    def work():
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(9)
+        with StopSignals():
+            return 0
+
+    assert guarded(work) == 143

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import ray
 from osdp_ray.discovery import connect, select_devices
 from osdp_ray.errors import ClusterError, UsageError
 from osdp_ray.records.cluster import Device
+from osdp_ray.signals import StopNow, StopSignals
 from osdp_ray.units import GIB
 
 
@@ -193,3 +195,34 @@ def test_an_embedded_ray_gets_a_token_of_its_own_unless_the_user_has_set_one(mon
     assert os.environ["RAY_AUTH_TOKEN"] == token
     assert [kwargs["address"] for kwargs in started] == ["local"] * 3
     monkeypatch.delenv("RAY_AUTH_TOKEN")
+
+
+def test_a_sigterm_while_ray_starts_is_heard_by_the_callers_handler_not_by_rays(monkeypatch):
+    def init(**_):
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a")
+    with StopSignals() as signals, pytest.raises(StopNow):
+        connect("local", num_workers=1)
+    assert signals.received == signal.SIGTERM
+
+
+def test_the_callers_sigterm_handler_stays_and_without_one_rays_does(monkeypatch):
+    def rays(number, frame):
+        pass
+
+    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, rays))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a")
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        connect("local", num_workers=1)
+        assert signal.getsignal(signal.SIGTERM) == signals._handle
+    try:
+        assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is before
+        connect("local", num_workers=1)
+        assert signal.getsignal(signal.SIGTERM) is rays
+    finally:
+        signal.signal(signal.SIGTERM, before)

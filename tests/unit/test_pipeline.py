@@ -150,6 +150,30 @@ def test_a_second_signal_ends_the_run_at_once(world, tmp_path):
     assert world.hub.killed
 
 
+def test_further_signals_change_nothing_and_leave_nothing_behind(world, tmp_path):
+    def on_event(kind, facts):
+        if kind == "samples":
+            (tmp_path / "ray").mkdir(exist_ok=True)  # Ray Train's, while an attempt runs
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def kill_workers():
+        os.kill(os.getpid(), signal.SIGTERM)
+        world.hub.killed = True
+
+    world.hub.set_command = lambda command: None  # these workers never hear of a stop
+    world.hub.kill_workers = kill_workers
+    with pytest.raises(Interrupted, match="signal 15"):
+        run(world, tmp_path, num_steps=2000, on_event=on_event)
+    assert world.hub.killed
+    assert not (tmp_path / "ray").exists()
+
+
+def test_an_interrupt_that_waiting_on_ray_made_plain_is_told_as_what_it_was(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "make_profile", lambda *_: raising(KeyboardInterrupt()))
+    with pytest.raises(Interrupted, match="signal 2 before anything was saved"):
+        run(world, tmp_path)
+
+
 def test_a_signal_before_training_ends_at_once(world, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "make_profile", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted, match="signal 15 before anything was saved"):
