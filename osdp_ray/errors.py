@@ -164,6 +164,21 @@ class WorkerMemoryError(WorkerError):
         return f"{who} ran out of memory: {self.problem}. {self.remedy}"
 
 
+class DivergedError(OsdpError):
+    """Training whose numbers are no longer finite; `save_path` is the newest save, of a step before, '' for none."""
+
+    def __init__(self, step: int, problem: str, save_path: str) -> None:
+        super().__init__(step, problem, save_path)
+        self.step, self.problem, self.save_path = step, problem, save_path
+
+    def __str__(self) -> str:
+        saved = f"{self.save_path} is whole and --resume goes on from it" if self.save_path else "nothing is saved"
+        return (
+            f"training diverged: {self.problem} in step {self.step}. Lower the learning rate, or look in the data and "
+            f"the loss for what is not finite; {saved}."
+        )
+
+
 class Interrupted(OsdpError):
     """The run was asked to stop and saved its state first."""
 

@@ -151,7 +151,7 @@ class _Run:
         self.tell("cluster", {"cluster": self.cluster})
         if earlier is None or not self._reuse(earlier):
             self._profile_and_plan(earlier)
-        self._open_files()
+        self._open_files(() if earlier is None else earlier.samples)
         self.hub = start_hub(f"{self.directory.path.name}-{secrets.token_hex(4)}")
         verdict = self._train()
         summary = summarize(
@@ -306,7 +306,7 @@ class _Run:
 
     # Files
 
-    def _open_files(self) -> None:
+    def _open_files(self, samples_of_save: tuple[Sample, ...]) -> None:
         path = self.directory.path
         (path / "summary.json").unlink(missing_ok=True)
         telemetry = path / "telemetry.parquet"
@@ -315,7 +315,10 @@ class _Run:
                 self.samples = [s for s in load_parquet(telemetry).samples if s.step <= self.last_step]
         telemetry.unlink(missing_ok=True)
         self.metrics = MetricsFile(
-            path / "metrics.jsonl", num_ranks=self.cluster.num_ranks, keep_up_to_step=self.last_step
+            path / "metrics.jsonl",
+            num_ranks=self.cluster.num_ranks,
+            keep_up_to_step=self.last_step,
+            samples_of_save=samples_of_save,
         )
 
     def _write_telemetry(self) -> None:

@@ -8,18 +8,21 @@ from osdp_ray.execution import latest_save, read_save
 from osdp_ray.records.cluster import Cluster
 from osdp_ray.records.plan import Plan
 from osdp_ray.records.profile import Profile
+from osdp_ray.records.telemetry import Sample
 from osdp_ray.run_directory import RunDirectory
 from osdp_ray.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """What a run to go on with left behind: its newest plan and its number, its newest save and the save's step."""
+    """What a run to go on with left behind: its newest plan and its number, its newest save, the save's step and the
+    samples in it."""
 
     index: int
     plan: Plan
     save: Path | None = None
     step: int = 0
+    samples: tuple[Sample, ...] = ()
 
 
 def find_earlier(directory: RunDirectory, workload_hash: str, settings: Settings) -> Earlier:
@@ -46,7 +49,7 @@ def find_earlier(directory: RunDirectory, workload_hash: str, settings: Settings
             f"the run in {where} is complete: {saved.step} of {options.num_steps} steps are done. "
             "Raise --steps to train on, or give another --out."
         )
-    return Earlier(index=index, plan=plan, save=save, step=saved.step)
+    return Earlier(index=index, plan=plan, save=save, step=saved.step, samples=saved.samples)
 
 
 def reusable_profile(directory: RunDirectory, plan: Plan, cluster: Cluster, settings: Settings) -> Profile | None:

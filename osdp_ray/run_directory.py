@@ -68,13 +68,20 @@ class RunDirectory:
 class MetricsFile:
     """metrics.jsonl: one line per step, once all ranks have reported it, in the order of steps."""
 
-    def __init__(self, path: Path, *, num_ranks: int, keep_up_to_step: int = 0) -> None:
-        """Goes on with the lines up to a step; later ones, which a killed run wrote after its save, are dropped."""
-        kept = []
+    def __init__(
+        self, path: Path, *, num_ranks: int, keep_up_to_step: int = 0, samples_of_save: Sequence[Sample] = ()
+    ) -> None:
+        """Goes on with the lines up to the step of a save: each once, later ones dropped, those that a killed run could
+        not write any more made from the samples in the save."""
+        kept: dict[float, str] = {}
         if path.exists() and keep_up_to_step > 0:
-            kept = [line for line in path.read_text("utf-8").splitlines() if _step_of(line) <= keep_up_to_step]
+            kept = {_step_of(line): line for line in path.read_text("utf-8").splitlines()}
+        by_step: dict[int, list[Sample]] = {}
+        for sample in samples_of_save:
+            by_step.setdefault(sample.step, []).append(sample)
+        kept = {step: _line(samples) for step, samples in by_step.items()} | kept
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._file.writelines(f"{line}\n" for line in kept)
+        self._file.writelines(f"{kept[step]}\n" for step in sorted(kept) if step <= keep_up_to_step)
         self._file.flush()
         self._num_ranks = num_ranks
         self._open_steps: dict[int, list[Sample]] = {}
@@ -85,20 +92,23 @@ class MetricsFile:
         for step in sorted(self._open_steps):
             if len(self._open_steps[step]) < self._num_ranks:
                 break
-            self._write(self._open_steps.pop(step))
+            self._file.write(f"{_line(self._open_steps.pop(step))}\n")
         self._file.flush()
 
     def close(self) -> None:
         """Writes the steps that not every rank reported, and closes the file."""
         for step in sorted(self._open_steps):
-            self._write(self._open_steps.pop(step))
+            self._file.write(f"{_line(self._open_steps.pop(step))}\n")
         self._file.close()
 
-    def _write(self, samples: list[Sample]) -> None:
-        first = min(samples, key=lambda sample: sample.rank)
-        step_s = max(sample.step_s for sample in samples)
-        peaks = [sample.peak_bytes for sample in sorted(samples, key=lambda sample: sample.rank)]
-        line = {
+
+def _line(samples: Sequence[Sample]) -> str:
+    """The line of one step, from the samples of its ranks."""
+    first = min(samples, key=lambda sample: sample.rank)
+    step_s = max(sample.step_s for sample in samples)
+    peaks = [sample.peak_bytes for sample in sorted(samples, key=lambda sample: sample.rank)]
+    return json.dumps(
+        {
             "plan_index": first.plan_index,
             "step": first.step,
             "loss": _finite(first.loss),
@@ -108,7 +118,7 @@ class MetricsFile:
             "samples_per_s": first.num_samples / step_s if step_s > 0 else None,
             "peak_bytes": None if all(peak is None for peak in peaks) else peaks,
         }
-        self._file.write(json.dumps(line) + "\n")
+    )
 
 
 def _step_of(line: str) -> float:

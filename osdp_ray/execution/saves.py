@@ -38,6 +38,7 @@ from osdp_ray.execution.save_files import (
     read_index,
     save_path,
 )
+from osdp_ray.records.telemetry import Sample
 from osdp_ray.schema import Record, record
 
 __all__ = ["Save", "derive_seed", "latest_save", "list_saves", "load", "read_save", "save"]
@@ -50,6 +51,7 @@ _RECORD = "save.json"
 class Save(Record):
     """What a save holds beside tensors. `step` steps are done, `num_samples` samples of the data are used up.
 
+    `samples` are those that the driver may not have written yet: where it is killed, they are in no other file.
     `optimizer_groups` are the settings of the optimizer's parameter groups, `optimizer_values` the plain numbers in
     its state by parameter name.
     """
@@ -65,6 +67,7 @@ class Save(Record):
     plan_index: int
     first_loss: float | None
     final_loss: float | None
+    samples: tuple[Sample, ...] = ()
     scheduler: dict[str, Any] | None = None
     optimizer_groups: tuple[dict[str, Any], ...] = ()
     optimizer_values: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)

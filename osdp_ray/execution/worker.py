@@ -6,12 +6,15 @@ Order of one optimizer step, which `costs.simulate_step` mirrors:
     clip_gradients, optimizer.step(), optimizer.zero_grad(set_to_none=True), scheduler.step()
     one all-reduce of [sum of losses, stop, replan]
 
+A loss or a gradient norm that is not finite ends the run with that step, on every rank: both are global.
+
 Gradients synchronise in every micro-batch, or in the last one where the plan says so; FSDP2 averages them over ranks.
 The all-reduce makes the loss the mean over the global batch and the driver's command common, so that all ranks end at
 the same step.
 """
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -25,9 +28,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from osdp_ray.blame import calling
-from osdp_ray.errors import OsdpError, WorkerError, WorkerMemoryError, WorkloadError
+from osdp_ray.errors import DivergedError, OsdpError, WorkerError, WorkerMemoryError, WorkloadError
 from osdp_ray.execution.apply import parallelize
 from osdp_ray.execution.clipping import clip_gradients
+from osdp_ray.execution.finite import is_finite
 from osdp_ray.execution.options import TrainOptions
 from osdp_ray.execution.saves import Save, derive_seed, load, save
 from osdp_ray.modeling import user_code
@@ -207,13 +211,14 @@ class TrainLoop:
         loss = status[0] / (self.plan.accumulation * self.num_ranks)
         self.final_loss = loss
         self.first_loss = loss if self.first_loss is None else self.first_loss
+        norm_value = math.nan if norm is None else float(norm)
         self.observer.record(
             Sample(
                 plan_index=self.plan_index,
                 rank=self.rank,
                 step=self.step,
                 loss=loss,
-                gradient_norm=float("nan") if norm is None else float(norm),
+                gradient_norm=norm_value,
                 learning_rate=learning_rate,
                 num_samples=self.plan.global_batch,
                 step_s=step_s,
@@ -228,7 +233,14 @@ class TrainLoop:
                 num_retries=memory.num_retries,
             )
         )
+        if not math.isfinite(loss):
+            raise self._diverged(f"the loss is {loss}")
+        if norm is not None and not math.isfinite(norm_value):
+            raise self._diverged(f"the norm of the gradients is {norm_value}")
         return self._common_command(status)
+
+    def _diverged(self, problem: str) -> DivergedError:
+        return DivergedError(self.step, problem, self.save_path or "")
 
     def _micro_batch(self, batches: Iterator[Any], clock: "_Clock") -> None:
         batch = to_device(next(batches), self.device)
@@ -286,6 +298,11 @@ class TrainLoop:
     def _save(self) -> None:
         if self.saved_step == self.step:
             return
+        self.observer.flush()
+        if not is_finite(
+            self.parameters, self.optimizer, self.device
+        ):  # waits for all ranks, so the hub has the samples of all
+            raise self._diverged("the parameters or the optimizer's state are not finite any more after the update")
         facts = Save(
             workload=self.workload.name,
             workload_hash=self.workload_hash,
@@ -298,6 +315,7 @@ class TrainLoop:
             plan_index=self.plan_index,
             first_loss=self.first_loss,
             final_loss=self.final_loss,
+            samples=self.observer.undrained() if self.rank == 0 else (),
         )
         start_s = time.perf_counter()
         path = save(self.run_dir, facts, self.model, self.optimizer, self.scheduler, keep=self.options.saves_kept)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,8 @@ class TelemetryHub:
         self._items: collections.deque[Sample | Note] = collections.deque()
         self._num_drained = 0
         self._workers: dict[int, Any] = {}
+        self._drained_step: dict[int, int] = {}  # newest one by rank
+        self._half_drained: list[Sample] = []  # of steps that not every rank's sample has been drained of
 
     def push(self, rank: int, samples: list[Sample], notes: list[Note], worker: Any = None) -> str:
         """Takes a rank's news and answers with the command: '', 'stop' or 'replan'."""
@@ -37,14 +40,25 @@ class TelemetryHub:
     def drain(self, since: int) -> tuple[int, list[Sample | Note]]:
         """All items from number `since` on, and the number of the next one; those before `since` are forgotten."""
         while self._num_drained < since and self._items:
-            self._items.popleft()
+            item = self._items.popleft()
             self._num_drained += 1
+            if isinstance(item, Sample):
+                self._drained_step[item.rank] = item.step
+                self._half_drained.append(item)
+        least = min((self._drained_step.get(rank, 0) for rank in self._workers), default=math.inf)
+        self._half_drained = [sample for sample in self._half_drained if sample.step > least]
         return self._num_drained + len(self._items), list(self._items)
+
+    def undrained(self) -> tuple[Sample, ...]:
+        """The samples of the steps that the driver has not taken in of every rank, or has not said that it has."""
+        return (*self._half_drained, *(item for item in self._items if isinstance(item, Sample)))
 
     def set_command(self, command: str) -> None:
         self._command = command
-        if not command:
-            self._workers.clear()  # the next attempt has workers of its own
+        if not command:  # the next attempt has workers and steps of its own
+            self._workers.clear()
+            self._drained_step.clear()
+            self._half_drained.clear()
 
     def workers(self) -> list[Any]:
         """Handles of the workers of this attempt, for an abort."""
@@ -157,7 +171,18 @@ class Observer:
             self._reply = None
         return self._command
 
+    def undrained(self) -> tuple[Sample, ...]:
+        """What the hub has of samples that the driver has not; of all ranks, where all have flushed before."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+            return ray.get(self._actor.undrained.remote(), timeout=_FLUSH_TIMEOUT_S)
+        return ()
+
     def close(self) -> None:
+        self.flush()
+
+    def flush(self) -> None:
         """Pushes what is buffered and waits until the hub has it."""
         import ray
 

@@ -56,6 +56,12 @@ class LocalObserver:
     def record(self, sample):
         self.samples.append(sample)
 
+    def flush(self):
+        pass
+
+    def undrained(self):
+        return tuple(self.samples[-1:])
+
     def note(self, kind, **facts):
         self.notes.append((kind, facts))
 

@@ -6,7 +6,15 @@ import pickle
 import pytest
 
 from osdp_ray import errors
-from osdp_ray.errors import InfeasibleError, Interrupted, OsdpError, PlanMismatchError, WorkerError, WorkerMemoryError
+from osdp_ray.errors import (
+    DivergedError,
+    InfeasibleError,
+    Interrupted,
+    OsdpError,
+    PlanMismatchError,
+    WorkerError,
+    WorkerMemoryError,
+)
 from osdp_ray.units import GIB, parse_bytes
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, OsdpError)]
@@ -53,6 +61,14 @@ def test_a_worker_error_names_the_rank_where_it_is_known():
 
 def test_a_foreign_plan_is_answered_with_planning_again():
     assert "Plan again for this model and cluster (osdp plan)" in str(PlanMismatchError("ranks", "4", "2"))
+
+
+def test_a_divergence_names_the_step_the_remedy_and_the_save_to_go_on_from():
+    assert str(DivergedError(7, "the loss is nan", "runs/a/saves/step-00000004")) == (
+        "training diverged: the loss is nan in step 7. Lower the learning rate, or look in the data and the loss for "
+        "what is not finite; runs/a/saves/step-00000004 is whole and --resume goes on from it."
+    )
+    assert str(DivergedError(7, "the loss is nan", "")).endswith("; nothing is saved.")
 
 
 def test_an_interruption_says_how_to_go_on():

@@ -148,6 +148,30 @@ def test_the_hub_gives_every_item_once_in_order_and_forgets_what_was_drained():
     assert len(hub._items) == 0
 
 
+def test_what_the_driver_may_not_have_written_is_kept_for_a_save():
+    hub = TelemetryHub()
+    one, two = (
+        [dataclasses.replace(SAMPLE, rank=rank, step=step) for step in (1, 2, 3)] for rank in (0, 1)
+    )  # of two ranks
+    hub.push(0, [], [], "worker 0")
+    hub.push(1, [], [], "worker 1")
+    hub.push(0, one, [])
+    hub.push(1, two[:1], [("saved", {})])
+    since, _ = hub.drain(0)
+    assert hub.undrained() == (*one, *two[:1])  # handed out, and perhaps never taken in
+    hub.drain(since)
+    assert hub.undrained() == tuple(one[1:])  # step 1 is written, the others lack rank 1
+    hub.push(1, two[1:], [])
+    assert hub.undrained() == (*one[1:], *two[1:])
+    since, _ = hub.drain(since)
+    hub.drain(since)
+    assert hub.undrained() == ()
+    hub.push(0, one, [])
+    hub.drain(hub.drain(since)[0])
+    hub.set_command("")  # another attempt
+    assert hub.undrained() == ()
+
+
 def test_the_hub_answers_a_push_with_the_command():
     hub = TelemetryHub()
     assert hub.push(0, [], []) == ""

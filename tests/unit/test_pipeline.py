@@ -10,11 +10,12 @@ from ray.exceptions import RayActorError
 
 from osdp_ray import pipeline
 from osdp_ray.errors import ClusterError, InfeasibleError, Interrupted, WorkerError
+from osdp_ray.execution.saves import Save
 from osdp_ray.observation import load_parquet
 from osdp_ray.records.plan import Plan
 from osdp_ray.records.profile import Profile, Section
 from osdp_ray.records.summary import Summary
-from tests.fake_run import BUDGET_BYTES, GLOBAL_BATCH, Tiny, make_plan, run
+from tests.fake_run import BUDGET_BYTES, GLOBAL_BATCH, Tiny, make_plan, run, sample
 
 
 def test_a_run_writes_every_file_and_tells_every_stage(world, tmp_path):
@@ -226,6 +227,25 @@ def test_another_world_is_planned_anew_and_goes_on_from_the_save(world, tmp_path
     assert summary.budget_bytes == BUDGET_BYTES  # the run's own, not the default
     assert world.attempts[-1] == (1, caught.value.step)
     assert (summary.num_ranks, summary.num_plans) == (4, 2)
+
+
+def test_after_a_kill_metrics_have_every_step_once_whatever_the_driver_had_not_written(world, tmp_path):
+    with pytest.raises(Interrupted) as caught:
+        run(world, tmp_path, num_steps=100_000, on_event=interrupt(world, signal.SIGINT, 8))
+    step = caught.value.step
+    path, save = tmp_path / "metrics.jsonl", tmp_path / "saves" / f"step-{step:08d}" / "save.json"
+    samples = tuple(sample(0, rank, at, None) for at in (step - 2, step - 1, step) for rank in (0, 1))
+    dataclasses.replace(Save.load(save), samples=samples).save(save)
+    written = path.read_text().splitlines()
+    # As a kill may leave it: two steps lost, the one before them cut and twice whole, one after the save.
+    late = written[-1].replace(f'"step": {step}', f'"step": {step + 1}')
+    path.write_text("\n".join([*written[:-3], written[-3][:20], written[-3], written[-3], late]))
+    run(world, tmp_path, num_steps=step + 3, resume=True)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, step + 4)]
+    assert [json.dumps(line) for line in lines[: step - 2]] == written[:-2]
+    assert lines[step - 1]["loss"] == samples[-1].loss
+    assert lines[step - 1]["step_s"] == max(s.step_s for s in samples)
 
 
 def contents(folder):
