@@ -113,9 +113,9 @@ def run(
         finally:
             signals.ignore()
             training.close()
-            if not connected_before:
-                ray.shutdown()
             directory.drop_bookkeeping()
+            if not connected_before:
+                ray.shutdown()  # the last of all: Ray 2.60 resets the handler of SIGTERM on its way out
 
 
 class _Run:

@@ -3,7 +3,7 @@
 import pytest
 from ray.exceptions import RayActorError
 
-from osdp_ray.errors import UsageError, WorkerError, WorkerMemoryError
+from osdp_ray.errors import DivergedError, UsageError, WorkerError, WorkerMemoryError, WorkloadError
 from osdp_ray.execution.failures import translate
 
 
@@ -33,6 +33,14 @@ BROKEN = RuntimeError("gloo: Connection closed by peer")
             "worker 2 failed: its process died (It died. Causes: (1) SIGKILL by OOM killer (2) SIGSEGV)",
         ),
         ({0: BROKEN, 1: UsageError("Give another --data.")}, "Give another --data."),
+        (
+            {
+                0: RayActorError(error_msg="killed"),
+                1: WorkloadError("loss", "raised KeyError: 'x'", "a.py:3", "Mend it."),
+            },
+            "the workload's loss raised KeyError: 'x' (a.py:3). Mend it.",
+        ),
+        ({0: BROKEN, 1: DivergedError(7, "the loss is nan", "")}, "training diverged: the loss is nan in step 7."),
     ],
 )
 def test_the_first_cause_is_shown_not_the_connections_that_broke_with_it(failures, expected):
