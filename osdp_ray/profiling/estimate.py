@@ -258,8 +258,8 @@ def _counted_step(workload: Workload, number: int) -> _StepCounter:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         if is_first:
-            optimizer.step()
+            user_code.step(optimizer)
         else:
             with counter:
-                optimizer.step()
+                user_code.step(optimizer)
     return counter

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from osdp_ray.catalogue import load_hardware
 from osdp_ray.errors import DataError, OsdpError, UsageError, WorkloadError
 from osdp_ray.execution import worker
 from osdp_ray.modeling import user_code
-from osdp_ray.profiling import estimate, profile
+from osdp_ray.profiling import estimate, profile, trace
+from osdp_ray.profiling.compute import measure_compute
+from osdp_ray.profiling.estimate import optimizer_cost
+from osdp_ray.profiling.optimizer import measure_optimizer
 from tests.models import Built, plain_stack
 
 HERE = rf"\({__file__}:\d+\)"
@@ -115,6 +119,26 @@ def raising_batches(*_):
 def test_what_is_wrong_with_a_workload_is_said_with_method_place_and_remedy(methods, message):
     with pytest.raises(WorkloadError, match=message):
         estimate(Given(**methods), load_hardware("8x-a100-nvlink"))
+
+
+class OnlyOnce(torch.optim.SGD):
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        return super().step(closure) if self.num_steps == 1 else broken()
+
+
+def test_what_only_real_tensors_or_a_later_step_bring_to_light_is_said_in_the_same_way():
+    def loss(model, batch):
+        return Built.loss(Given(), model, batch) if isinstance(batch, FakeTensor) else broken()
+
+    workload = Given(loss=loss)
+    with pytest.raises(WorkloadError, match=rf"loss raised ValueError: no such size {HERE}"):
+        measure_compute(workload, trace(workload).structure, (1,), "cpu", 1.0)
+    for measure in (measure_optimizer, lambda workload: optimizer_cost(workload, load_hardware("8x-a100-nvlink"))):
+        with pytest.raises(WorkloadError, match=rf"whose step\(\) raised ValueError: no such size {HERE}"):
+            measure(Given(build_optimizer=lambda parameters: OnlyOnce(parameters, lr=0.1)))
 
 
 def test_the_users_own_exception_is_the_cause():
