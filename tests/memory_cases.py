@@ -113,20 +113,22 @@ def subjects_of(models: Sequence[str]) -> list[tuple[str, Precision]]:
     return [(m, p) for m in models for p in PRECISIONS if (m, p) != ("conv-net", "bf16")]
 
 
-def draw_cases(num_cases: int, seed: int, *, models: Sequence[str] = ()) -> tuple[CaseDraw, ...]:
+def draw_cases(
+    num_cases: int, seed: int, *, models: Sequence[str] = (), worlds: Sequence[tuple[int, ...]] = WORLDS
+) -> tuple[CaseDraw, ...]:
     """The first `num_cases` cases of a seed; more of them begin with the same ones.
 
     `models` are names in MODELS, all that can be built here where none are given.
     """
     rng = random.Random(f"memory cases {seed}")
     subjects = _Deck(rng, subjects_of(models or available_models()))
-    worlds, accumulations = _Deck(rng, WORLDS), _Deck(rng, _ACCUMULATIONS)
+    deck_of_worlds, accumulations = _Deck(rng, worlds), _Deck(rng, _ACCUMULATIONS)
     shapes, recomputes = _Deck(rng, ("uniform", "mixed")), _Deck(rng, RECOMPUTES)
     synchronises: _Deck[Synchronise] = _Deck(rng, ("every", "last"))
     choices = {False: _Deck(rng, tuple(UNIFORM_CHOICES)), True: _Deck(rng, (*UNIFORM_CHOICES, *HYBRID_CHOICES))}
     draws = []
     for index in range(num_cases):
-        (model, precision), ranks_per_node = subjects.deal(), worlds.deal()
+        (model, precision), ranks_per_node = subjects.deal(), deck_of_worlds.deal()
         accumulation, is_uniform = accumulations.deal(), shapes.deal() == "uniform"
         draws.append(
             CaseDraw(
