@@ -355,8 +355,8 @@ class _Run:
             return False
         running = predict(profile, self.plan)
         ratio = candidate.prediction.samples_per_s / running.samples_per_s
-        if running.peak_bytes > self.plan.budget_bytes:
-            reason = f"the peak is {format_bytes(running.peak_bytes)}, above {format_bytes(self.plan.budget_bytes)}"
+        if running.device_bytes > self.plan.budget_bytes:
+            reason = f"the peak is {format_bytes(running.device_bytes)}, above {format_bytes(self.plan.budget_bytes)}"
         elif ratio >= LEAST_GAIN and self._pays_back(ratio, attempt):
             reason = f"another plan is {(ratio - 1) * 100:.1f} % faster"
         else:

@@ -47,8 +47,9 @@ def drifted(plan: Plan, telemetry: Telemetry) -> Drift | None:
     peaks = telemetry.peak_bytes_by_rank()
     if peaks:
         measured_bytes, predicted_bytes = max(peaks.values()), plan.prediction.peak_bytes
-        if measured_bytes > plan.budget_bytes:
-            return Drift(kind="over_budget", measured=measured_bytes, predicted=plan.budget_bytes)
+        device_bytes = measured_device_bytes(plan, telemetry)
+        if device_bytes > plan.budget_bytes:
+            return Drift(kind="over_budget", measured=device_bytes, predicted=plan.budget_bytes)
         if abs(measured_bytes / predicted_bytes - 1) > PEAK_TOLERANCE_FRACTION:
             return Drift(kind="peak", measured=measured_bytes, predicted=predicted_bytes)
     measured_s = median_step_s(telemetry)
@@ -58,7 +59,8 @@ def drifted(plan: Plan, telemetry: Telemetry) -> Drift | None:
 
 
 def recalibrate(profile: Profile, plan: Plan, telemetry: Telemetry) -> Profile:
-    """The profile corrected by what a plan measured: the peak's difference, and compute's and communication's factor.
+    """The profile corrected by what a plan measured: the peak's difference, the allocator's reserve, and compute's and
+    communication's factor.
 
     Computing and communicating are not told apart by a step's total, so one factor corrects both; without enough
     steps it stays. Predicting the same plan with the result gives the measured peak and step.
@@ -68,7 +70,12 @@ def recalibrate(profile: Profile, plan: Plan, telemetry: Telemetry) -> Profile:
     peaks = telemetry.peak_bytes_by_rank()
     if peaks:
         difference = max(peaks.values()) - predicted.peak_bytes
-        calibration = dataclasses.replace(calibration, peak_offset_bytes=calibration.peak_offset_bytes + difference)
+        reserved = reserved_bytes(telemetry)
+        calibration = dataclasses.replace(
+            calibration,
+            peak_offset_bytes=calibration.peak_offset_bytes + difference,
+            reserved_fraction=max(0.0, reserved / max(peaks.values()) - 1) if reserved else 0.0,
+        )
     measured_s = median_step_s(telemetry)
     if measured_s is not None:
         optimizer_s = predicted.step_s_by_phase["optimizer"]
@@ -79,6 +86,18 @@ def recalibrate(profile: Profile, plan: Plan, telemetry: Telemetry) -> Profile:
             communication_factor=calibration.communication_factor * factor,
         )
     return dataclasses.replace(profile, calibration=calibration)
+
+
+def measured_device_bytes(plan: Plan, telemetry: Telemetry) -> int:
+    """What the fullest device held: what was reserved, or the peak where nothing is reserved, and what lies beside."""
+    beside = plan.prediction.held_beside
+    tensors = max(reserved_bytes(telemetry), *telemetry.peak_bytes_by_rank().values())
+    return tensors + sum(num_bytes for name, num_bytes in beside.items() if name != "allocator")
+
+
+def reserved_bytes(telemetry: Telemetry) -> int:
+    """The most that a rank's caching allocator reserved, 0 where there is none."""
+    return max((sample.reserved_bytes or 0 for sample in telemetry.samples), default=0)
 
 
 def median_step_s(telemetry: Telemetry) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
@@ -66,6 +67,19 @@ class FakeRank:
             del loss, batch
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def evaluate(self) -> None:
+        """Two batches without gradients, as a worker evaluates between steps."""
+        self.model.eval()
+        with torch.no_grad():
+            for drawn in (self._batches[0], self._batches[0]):
+                batch = tree_map(self._copy, drawn)
+                loss = self.workload.loss(self.model, batch)
+                del loss, batch
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _copy(self, leaf: Any) -> Any:
         return leaf.to(self.device, copy=True) if isinstance(leaf, torch.Tensor) else leaf

@@ -6,7 +6,9 @@ at once. Profiles come from a trace alone, with round figures for seconds, so th
 
 import dataclasses
 import gc
+import itertools
 import random
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -39,13 +41,15 @@ FUSED_ADAMW = OptimizerCost(
 class Truth:
     """What one step held: bytes between steps, the highest level, and what the step left behind beyond its start.
 
-    `events` are the signed sizes of the allocator's events in order.
+    `events` are the signed sizes of the allocator's events in order, `evaluation_bytes` the highest level of the
+    evaluation after it.
     """
 
     persistent_bytes: int
     peak_bytes: int
     left_bytes: int
     events: tuple[int, ...]
+    evaluation_bytes: int | None
 
 
 def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[int, ...]) -> Profile:
@@ -79,6 +83,7 @@ def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[i
         classes=traced.structure.classes,
         sections=traced.structure.sections,
         traces=traced.traces,
+        evaluation=traced.evaluation,
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
         optimizer=FUSED_ADAMW,
@@ -160,23 +165,36 @@ def random_sections(profile: Profile, rng: random.Random) -> tuple[SectionPlan, 
     return tuple(sections)
 
 
-def measure(workload: Workload, plan: Plan, *, num_steps: int = 2, rank: int = 0) -> Truth:
-    """Runs `num_steps` steps of a plan as one rank and returns the truth of the last one (the first one differs)."""
+def measure(workload: Workload, plan: Plan, *, num_steps: int = 2, rank: int = 0, evaluates: bool = False) -> Truth:
+    """Runs `num_steps` steps of a plan as one rank and returns the truth of the last one (the first one differs).
+
+    With `evaluates` an evaluation comes after it.
+    """
     with fake_rank(workload, plan, rank=rank) as played:
         live = played.persistent_bytes()  # from here on events tell: FSDP2 may hold a buffer between steps
         for _ in range(num_steps):
             gc.collect()  # Python keeps buffers of the last step alive until then
             persistent = played.persistent_bytes()
-            with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-                played.step()
-            events = _allocator_events(recorded)
-            start, peak = live, live
-            for num_bytes in events:
-                live += num_bytes
-                peak = max(peak, live)
-    return Truth(persistent_bytes=persistent, peak_bytes=peak, left_bytes=live - start, events=events)
+            events = events_of(played.step)
+            peak = live + _highest(events)
+            live += sum(events)
+        evaluation = live + _highest(events_of(played.evaluate)) if evaluates else None
+    return Truth(
+        persistent_bytes=persistent,
+        peak_bytes=peak,
+        left_bytes=sum(events),
+        events=events,
+        evaluation_bytes=evaluation,
+    )
 
 
-def _allocator_events(recorded: torch.profiler.profile) -> tuple[int, ...]:
+def events_of(action: Callable[[], None]) -> tuple[int, ...]:
+    """Signed sizes of the allocator's events while an action runs."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        action()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     return tuple(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+
+
+def _highest(events: tuple[int, ...]) -> int:
+    return max(0, *itertools.accumulate(events))

@@ -9,13 +9,17 @@ from typing import cast
 
 from osdp_ray.catalogue.reading import Mapping, did_you_mean, read_mapping
 from osdp_ray.errors import ClusterFileError, UsageError
-from osdp_ray.records.hardware import Backend, DeviceKind, DeviceSpec, Hardware, LinkSpec, NodeGroup
-from osdp_ray.records.profile import Precision
-from osdp_ray.units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
+from osdp_ray.records.hardware import Backend, DeviceSpec, Hardware, LinkSpec, NodeGroup
+from osdp_ray.records.profile import DeviceKind, Precision
+from osdp_ray.units import MIB, parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
 
 __all__ = ["catalogue_names", "load_hardware", "parse_hardware"]
 
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+# Assumptions where a file says nothing: what a process holds of a GPU outside the allocator of tensors. A profile that
+# is measured on the devices has their own figures.
+_CONTEXT_BYTES = 512 * MIB
+_COMMUNICATOR_BYTES = 512 * MIB
 _BACKEND_OF: dict[DeviceKind, Backend] = {"cuda": "nccl", "cpu": "gloo"}
 
 
@@ -97,11 +101,19 @@ def _device(part: Mapping) -> DeviceSpec:
         peak_flops_per_s={precision: peaks.quantity(precision, parse_flops_per_s) for precision in precisions},
         achieved_fraction={precision: fractions.fraction(precision) for precision in precisions},
         launch_s=part.quantity("launch", parse_seconds, least=0) if kind == "cuda" or part.has("launch") else 0.0,
+        context_bytes=_beside(part, kind, "context", _CONTEXT_BYTES),
+        communicator_bytes=_beside(part, kind, "communicators", _COMMUNICATOR_BYTES),
         source=_source(part),
     )
     for mapping in (peaks, fractions, part):
         mapping.finish()
     return spec
+
+
+def _beside(part: Mapping, kind: DeviceKind, key: str, assumed_bytes: int) -> int:
+    if part.has(key):
+        return part.quantity(key, parse_bytes, least=0)
+    return assumed_bytes if kind == "cuda" else 0
 
 
 def _link(part: Mapping) -> LinkSpec:

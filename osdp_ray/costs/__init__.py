@@ -2,14 +2,16 @@
 run all ask here.
 """
 
+import dataclasses
 from typing import TypedDict
 
+from osdp_ray.costs.device import held_beside, tensor_budget_bytes
 from osdp_ray.costs.ledger import Holding, PhasePeak, explain_peaks, peak_table
 from osdp_ray.costs.levels import SectionBytes, StepBytes
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.seconds import SectionSeconds, section_seconds, step_seconds
-from osdp_ray.costs.steps import simulate_bytes, simulate_sections
+from osdp_ray.costs.steps import evaluation_bytes, simulate_bytes, simulate_sections
 from osdp_ray.costs.units import UnitBytes
 from osdp_ray.records.plan import Plan, Prediction, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
@@ -23,6 +25,7 @@ __all__ = [
     "StepSimulator",
     "UnitBytes",
     "explain_peaks",
+    "held_beside",
     "peak_table",
     "predict",
     "predict_sections",
@@ -31,6 +34,7 @@ __all__ = [
     "simulate_sections",
     "step_seconds",
     "table_of",
+    "tensor_budget_bytes",
 ]
 
 
@@ -42,12 +46,17 @@ class _Shape(TypedDict):
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
     """What a plan costs by this profile: the peak of the rank that holds the most, and the seconds of a step."""
-    return predict_sections(
+    prediction = predict_sections(
         profile,
         plan.sections,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         synchronise=plan.synchronise,
+    )
+    peaks = prediction.peak_by_phase | evaluation_bytes(profile, plan.sections, plan.micro_batch)
+    peak_bytes = max(peaks.values())
+    return dataclasses.replace(
+        prediction, peak_bytes=peak_bytes, peak_by_phase=peaks, held_beside=held_beside(profile, peak_bytes)
     )
 
 
@@ -71,4 +80,5 @@ def predict_sections(
         step_s=step_s,
         step_s_by_phase=phases,
         samples_per_s=micro_batch * accumulation * profile.num_ranks / step_s,
+        held_beside=held_beside(profile, held.peak_bytes),
     )

@@ -8,7 +8,8 @@ import dataclasses
 
 from osdp_ray.costs.levels import PHASES
 from osdp_ray.costs.memory import StepSimulator
-from osdp_ray.costs.steps import persistent_bytes, play_step
+from osdp_ray.costs.programs import EVALUATION
+from osdp_ray.costs.steps import persistent_bytes, play_evaluation, play_step
 from osdp_ray.records.plan import Plan
 from osdp_ray.records.profile import Profile
 from osdp_ray.schema import format_table
@@ -38,7 +39,12 @@ def explain_peaks(profile: Profile, plan: Plan) -> tuple[PhasePeak, ...]:
     """The peaks of all phases of a plan, in their order."""
     ledger = _Ledger(profile, plan)
     play_step(ledger, plan.micro_batch, plan.accumulation, plan.synchronise)
-    return tuple(ledger.noted[phase] for phase in PHASES if phase in ledger.noted)
+    noted = [ledger.noted[phase] for phase in PHASES if phase in ledger.noted]
+    if profile.evaluation:
+        ledger = _Ledger(profile, plan)
+        play_evaluation(ledger, plan.micro_batch)
+        noted.append(ledger.noted[EVALUATION])
+    return tuple(noted)
 
 
 def peak_table(peaks: tuple[PhasePeak, ...], budget_bytes: int, *, num_holdings: int = 6) -> str:
@@ -66,7 +72,7 @@ class _Ledger(StepSimulator):
         self.noted: dict[str, PhasePeak] = {}
         self.activations: dict[int, int] = {}
         self.position = -1
-        self.persistent = 0
+        self.persistent = self.momentary = 0
         self.batch_bytes = plan.micro_batch * profile.batch_bytes_per_sample
         self._peak = 0
         super().__init__(profile, plan.sections, tuple(section.class_index for section in profile.sections))
@@ -91,9 +97,15 @@ class _Ledger(StepSimulator):
         self.activations[self.position] = self.activations.get(self.position, 0) + net
         super()._run(net, peak)
 
+    def _touch(self, num_bytes: int) -> None:
+        self.momentary = num_bytes
+        super()._touch(num_bytes)
+        self.momentary = 0
+
     def _note(self, peak_bytes: int) -> PhasePeak:
         holdings = [Holding(kind="held always", where="", num_bytes=self.persistent)]
-        live = self.persistent
+        holdings.append(Holding(kind="copies of a moment", where="", num_bytes=self.momentary))
+        live = self.persistent + self.momentary
         for position, units in enumerate(self.units):
             name = self.sections[position].name
             for kind, num_bytes in (

@@ -5,7 +5,7 @@ import dataclasses
 from osdp_ray.costs.units import UnitBytes
 from osdp_ray.records.plan import Choice
 
-PHASES = ("forward", "loss", "backward", "optimizer")
+PHASES = ("forward", "loss", "backward", "optimizer")  # of a step; "evaluation" lies between steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,22 +1,14 @@
 """The step simulator, bytes: plays one optimizer step in the executor's own order and tells what is live when.
 
 In goes a profile's traces and a plan; out come the bytes held between steps, the peak of every phase and, section by
-section, the level before, within and after. The blocks' own events come from the traces; FSDP2's are added here as
-torch 2.13 runs them without streams (`torch.distributed.fsdp._fully_shard`):
-
-    before forward   gather: a flat buffer, then the whole parameters; the flat buffer of one unit is freed when the
-                     next unit copies out, the last one at the end of the model's forward
-    after forward    whole parameters freed, unless the unit keeps them
-    before backward  gather again where they were freed, flat buffer freed at once, then the flat buffer of the unit
-                     that ran before it is gathered ahead
-    after backward   whole parameters freed; the previous unit's reduction input freed, this one's allocated,
-                     gradients copied into it and freed, the reduced shard allocated
+section, the level before, within and after. The blocks' own events come from the traces, FSDP2's from `gathering`.
 """
 
 from collections.abc import Callable
 
-from osdp_ray.costs.levels import PHASES, Held, PlayedUnit, SectionBytes
-from osdp_ray.costs.programs import BEAR, RUN, Pass, table_of
+from osdp_ray.costs.gathering import Fsdp2, local_subject
+from osdp_ray.costs.levels import Held, PlayedUnit, SectionBytes
+from osdp_ray.costs.programs import BEAR, EVALUATION, RUN, Pass, table_of
 from osdp_ray.records.plan import SectionPlan
 from osdp_ray.records.profile import (
     ENTER,
@@ -33,27 +25,18 @@ from osdp_ray.records.profile import (
 )
 
 
-class StepSimulator:
+class StepSimulator(Fsdp2):
     """Plays steps of the sections given; `simulate_bytes` is the way in for whole plans."""
 
     def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], class_indices: tuple[int, ...]) -> None:
-        self.profile, self.sections, self.class_indices = profile, sections, class_indices
+        super().__init__(profile)
+        self.sections, self.class_indices = sections, class_indices
         self.table = table_of(profile)
-        self.copies = profile.backend == "gloo"  # its gather and reduce-scatter work on a copy of the whole
-        self.units: list[list[PlayedUnit]] = []
         self.by_operator: list[dict[int, PlayedUnit]] = []
         for section, class_index in zip(sections, class_indices, strict=True):
             self._add_units(section, class_index)
         self.section_of_class = {class_index: position for position, class_index in enumerate(class_indices)}
-        self.live = self.peak = self.section_peak = 0
-        self.phase = "forward"
-        self.peaks = dict.fromkeys(PHASES, 0)
-        self.held_flat = self.reduce_input = self.pending_bytes = 0
-        self.reduced_bytes = self.left_bytes = 0
-        self.in_backward = False
-        self.synchronises = True
-        self.recompute_root: PlayedUnit | None = None
-        self.forward_order: list[PlayedUnit] = []
+        self.left_bytes = 0
         self.own: list[dict[int, Held]] = [{} for _ in sections]
         self.outputs: list[list[Held | None]] = [[] for _ in sections]
         self.gradient_outputs: list[list[Held | None]] = [[] for _ in sections]
@@ -79,176 +62,6 @@ class StepSimulator:
         self.units.append(units)
         self.by_operator.append(by_operator)
 
-    # -- bytes
-
-    def _alloc(self, num_bytes: int) -> None:
-        self.live += num_bytes
-        if self.live > self.peak:
-            self.peak = self.live
-
-    def _free(self, num_bytes: int) -> None:
-        self.live -= num_bytes
-
-    def _level(self) -> int:
-        return self.live - self.held_flat - self.reduce_input - self.pending_bytes
-
-    def _enter_phase(self, phase: str) -> None:
-        self.section_peak = max(self.section_peak, self.peak)
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.peak)
-        self.phase, self.peak = phase, self.live
-
-    # -- what FSDP2 does
-
-    def _before_forward(self, unit: PlayedUnit, subject: int) -> None:
-        if unit.phase == "before":
-            return  # recomputed while its backward runs: already gathered
-        if unit.exits == unit.num_modules:  # the forward of recomputation, or a module that runs again
-            unit.exits = 0
-            unit.exits_of.clear()
-        if unit.exits == 0 and not self.in_backward:
-            unit.first = subject
-        if self.in_backward and self.recompute_root is None:
-            self.recompute_root = unit
-        if unit.gathered:
-            return
-        sizes = unit.sizes
-        self._gather_flat(unit)
-        self._copy_out(unit)
-        self._free(self.held_flat)  # a local of `wait_for_unshard` holds it until the copy out is done
-        self.held_flat = sizes.flat_bytes
-        unit.gathered = True
-
-    def _gather_flat(self, unit: PlayedUnit) -> None:
-        """The flat buffer of a gather, unless it was gathered ahead."""
-        if unit.pending:
-            self.pending_bytes -= unit.sizes.flat_bytes
-            unit.pending = False
-        else:
-            self._alloc_flat(unit)
-
-    def _alloc_flat(self, unit: PlayedUnit) -> None:
-        self._alloc(unit.sizes.flat_bytes)
-        copy_bytes = unit.sizes.flat_bytes if self.copies else 0
-        self.peak = max(self.peak, self.live + unit.sizes.cast_bytes + copy_bytes)
-
-    def _copy_out(self, unit: PlayedUnit) -> None:
-        self.peak = max(self.peak, self.live + unit.sizes.copy_peak_bytes)
-        self._alloc(unit.sizes.gathered_bytes)
-
-    def _after_forward(self, unit: PlayedUnit, subject: int) -> None:
-        if unit.phase == "before":
-            return
-        operator = _local(subject)
-        exits = unit.exits_of.get(operator, 0)
-        if exits == unit.modules_of[operator]:
-            return  # it runs again while others of the unit have yet to run
-        unit.exits_of[operator] = exits + 1
-        unit.exits += 1
-        if unit.exits < unit.num_modules:
-            return
-        if self.in_backward:
-            if unit is self.recompute_root:  # FSDP2 takes it for a forward's root, which drops the last flat buffer
-                self._free(self.held_flat)
-                self.held_flat = 0
-                self.recompute_root = None
-            return
-        if unit.regather:
-            self._free(unit.sizes.gathered_bytes)
-            unit.gathered = False
-        unit.last = subject
-        unit.order.append(len(self.forward_order))
-        self.forward_order.append(unit)
-
-    def _before_backward(self, unit: PlayedUnit, subject: int) -> None:
-        if unit.phase == "before" or subject != unit.last:
-            return
-        unit.phase = "before"
-        if not unit.gathered:
-            self._gather_flat(unit)
-            self._copy_out(unit)
-            self._free(unit.sizes.flat_bytes)
-            unit.gathered = True
-        if unit.order:
-            index = unit.order.pop()
-            if index > 0:
-                ahead = self.forward_order[index - 1]
-                if not ahead.gathered and not ahead.pending:
-                    self._alloc_flat(ahead)
-                    self.pending_bytes += ahead.sizes.flat_bytes
-                    ahead.pending = True
-
-    def _after_backward(self, unit: PlayedUnit, subject: int) -> None:
-        if subject != unit.first:
-            return
-        sizes = unit.sizes
-        unit.phase = "after"
-        if unit.full_gradient_bytes:
-            if self.profile.device_kind == "cpu" and unit.gradient_bytes:
-                self.peak = max(self.peak, self.live + sizes.accumulate_peak_bytes)
-            self._free(unit.gradient_bytes)  # added to what waits
-            unit.gradient_bytes = 0
-        if unit.gathered:
-            self._free(sizes.gathered_bytes)
-            unit.gathered = False
-        if not self.synchronises:
-            self._keep_whole_gradients(unit)
-            return
-        unit.gradient_bytes += unit.full_gradient_bytes
-        waited = unit.full_gradient_bytes > 0
-        last_bytes = sizes.last_full_gradient_bytes if waited else sizes.last_gradient_bytes
-        unit.full_gradient_bytes = 0
-        self._free(self.reduce_input)
-        self.reduce_input = 0
-        if not unit.gradient_bytes:
-            return
-        self._alloc(sizes.reduce_bytes)
-        self.reduce_input = sizes.reduce_bytes
-        if self.profile.device_kind == "cpu":
-            self.peak = max(
-                self.peak, self.live + (sizes.scatter_copy_full_bytes if waited else sizes.scatter_copy_bytes)
-            )
-        held_bytes = min(last_bytes, unit.gradient_bytes)  # a loop variable of `foreach_reduce` holds it
-        self._free(unit.gradient_bytes - held_bytes)
-        unit.gradient_bytes = 0
-        self._alloc(sizes.gradient_bytes)
-        if self.copies and sizes.group_size > 1:
-            self.peak = max(self.peak, self.live + sizes.reduce_bytes)
-        self._free(held_bytes)
-        if unit.has_shard_gradient:  # added to the shard that is there
-            if unit.all_reduces:
-                self.reduced_bytes += sizes.gradient_bytes  # FSDP2 holds on to what it all-reduced
-            else:
-                self._free(sizes.gradient_bytes)
-        unit.has_shard_gradient = True
-
-    def _keep_whole_gradients(self, unit: PlayedUnit) -> None:
-        """Gradients that are not reduced yet wait in the type of the reduction, cast one by one."""
-        if not unit.full_gradient_bytes:
-            sizes, gradient_bytes = unit.sizes, unit.gradient_bytes
-            unit.full_gradient_bytes = round(gradient_bytes * sizes.full_per_gradient)
-            if unit.full_gradient_bytes != gradient_bytes:
-                self._alloc(unit.full_gradient_bytes)
-                self._free(gradient_bytes)
-        unit.gradient_bytes = 0
-
-    def _end_backward(self) -> None:
-        for units in [self.units[0], *self.units[1:]]:
-            for unit in units:
-                if unit.phase != "after":
-                    self._after_backward(unit, unit.first)
-        self._free(self.reduce_input + self.reduced_bytes)
-        self.reduce_input = self.reduced_bytes = 0
-        self.recompute_root = None
-        for units in self.units:
-            for unit in units:
-                if unit.pending:
-                    self._free(unit.sizes.flat_bytes)
-                    self.pending_bytes -= unit.sizes.flat_bytes
-                    unit.pending = False
-                unit.order.clear()
-                unit.reset()
-        self.forward_order.clear()
-
     # -- one section, one pass
 
     def _unit(self, position: int, subject: int) -> PlayedUnit | None:
@@ -261,11 +74,11 @@ class StepSimulator:
 
     def _play(self, position: int, micro_batch: int) -> SectionBytes:
         before = self._level()
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.peak)
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
         self.peak = self.section_peak = self.live
         compiled = self.table.compiled(
             self.class_indices[position],
-            self.sections[position].recompute,
+            EVALUATION if self.phase == EVALUATION else self.sections[position].recompute,
             micro_batch,
             frozenset(self.by_operator[position]),
             in_backward=self.in_backward,
@@ -296,7 +109,8 @@ class StepSimulator:
     def _end_forward(self) -> None:
         self._free(self.held_flat)
         self.held_flat = 0
-        self._enter_phase("loss")
+        if self.phase == "forward":
+            self._enter_phase("loss")
 
     def _held(self, position: int, buffer: int) -> Held | None:
         """An own buffer that is handed on, or a neighbour's by its slot; None where there is no such neighbour."""
@@ -353,6 +167,16 @@ class StepSimulator:
 
     # -- a step
 
+    def play_evaluation(self, micro_batch: int) -> None:
+        """A forward without gradients, on a simulator that plays no steps."""
+        self._enter_phase(EVALUATION)
+        batch_bytes = micro_batch * self.profile.batch_bytes_per_sample
+        self._alloc(batch_bytes)
+        for position in range(len(self.sections)):
+            self._play(position, micro_batch)
+        self._enter_phase(EVALUATION)
+        self._free(batch_bytes)
+
     def play_micro_batch(
         self, micro_batch: int, *, synchronises: bool = True
     ) -> tuple[list[SectionBytes], list[SectionBytes]]:
@@ -383,13 +207,9 @@ class StepSimulator:
         return forward, backward
 
 
-def _local(subject: int) -> int:
-    return subject % FOREIGN if subject >= FOREIGN else subject
-
-
 def _seen_from_home(unit: PlayedUnit, subject: int) -> int:
     """An operator's number wherever its hooks run; of tied modules, the one that runs elsewhere keeps its own."""
-    return subject if unit.modules_of.get(_local(subject), 1) > 1 else _local(subject)
+    return subject if unit.modules_of.get(local_subject(subject), 1) > 1 else local_subject(subject)
 
 
 _HOOKS: dict[int, Callable[[StepSimulator, PlayedUnit, int], None]] = {

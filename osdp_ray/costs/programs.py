@@ -6,9 +6,9 @@ numbers: how much is live after it, and the highest on the way. A Table keeps wh
 
 import dataclasses
 from collections.abc import Collection
+from typing import Final, Literal
 
 from osdp_ray.costs.units import GRANULE_BYTES, UnitBytes, round_up, unit_bytes
-from osdp_ray.records.hardware import DeviceKind
 from osdp_ray.records.plan import Unit
 from osdp_ray.records.profile import (
     ALLOC,
@@ -18,11 +18,13 @@ from osdp_ray.records.profile import (
     HOLD,
     ROOT,
     WORKSPACE,
+    DeviceKind,
     Profile,
     Recompute,
     SectionTrace,
 )
 
+EVALUATION: Final = "evaluation"  # beside the ways to recompute: a forward without gradients
 RUN, BEAR = -1, -2  # codes of compiled steps beside a trace's: a run of bytes, a buffer that is handed on
 _KEPT_TABLES = 4
 
@@ -51,7 +53,10 @@ class Table:
         self.profile = profile
         self._passes: dict[tuple[object, ...], Pass] = {}
         self._units: dict[tuple[int, Unit], UnitBytes] = {}
-        self._traces = {(trace.class_index, trace.recompute): trace for trace in profile.traces}
+        self._traces: dict[tuple[int, str], SectionTrace] = {
+            **{(trace.class_index, trace.recompute): trace for trace in profile.traces},
+            **{(trace.class_index, EVALUATION): trace for trace in profile.evaluation},
+        }
         self._operator_of = [
             {parameter: index for index, operator in enumerate(section.operators) for parameter in operator.parameters}
             for section in profile.classes
@@ -72,7 +77,7 @@ class Table:
     def compiled(
         self,
         class_index: int,
-        recompute: Recompute,
+        recompute: Recompute | Literal["evaluation"],
         micro_batch: int,
         hooks: frozenset[int],
         *,

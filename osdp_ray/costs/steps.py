@@ -1,25 +1,34 @@
 """Whole steps, played by the simulator: what a plan's step holds between steps and at its highest, by phase."""
 
+import dataclasses
+
 from osdp_ray.costs.levels import StepBytes
 from osdp_ray.costs.memory import StepSimulator
+from osdp_ray.costs.programs import EVALUATION
 from osdp_ray.records.plan import Plan, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 
-def simulate_bytes(profile: Profile, plan: Plan, *, is_first: bool = False, rank: int = 0) -> StepBytes:
-    """Plays one step of a plan: bytes of a rank, the first of which holds the most.
+def simulate_bytes(
+    profile: Profile, plan: Plan, *, is_first: bool = False, clips: bool = False, rank: int = 0
+) -> StepBytes:
+    """Plays one step of a plan and an evaluation after it: bytes of a rank, the first of which holds the most.
 
-    In the first step the optimizer makes its state when it steps; a run that was resumed has it from the start.
+    In the first step the optimizer makes its state when it steps; a run that was resumed has it from the start. With
+    `clips` the norms of gradients are counted, some bytes per tensor, which a plan's own prediction leaves out.
     """
-    return simulate_sections(
+    held = simulate_sections(
         profile,
         plan.sections,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         synchronise=plan.synchronise,
         is_first=is_first,
+        clips=clips,
         rank=rank,
     )
+    evaluation = evaluation_bytes(profile, plan.sections, plan.micro_batch, rank=rank)
+    return dataclasses.replace(held, peak_by_phase=held.peak_by_phase | evaluation)
 
 
 def simulate_sections(
@@ -30,12 +39,13 @@ def simulate_sections(
     accumulation: int,
     synchronise: Synchronise = "every",
     is_first: bool = False,
+    clips: bool = False,
     rank: int = 0,
 ) -> StepBytes:
     """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
     class_indices = tuple(section.class_index for section in profile.sections)
     simulator = StepSimulator(profile, sections, class_indices)
-    return play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, rank=rank)
+    return play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, clips=clips, rank=rank)
 
 
 def play_step(
@@ -45,6 +55,7 @@ def play_step(
     synchronise: Synchronise,
     *,
     is_first: bool = False,
+    clips: bool = False,
     rank: int = 0,
 ) -> StepBytes:
     """Plays a whole step, the optimizer's too, on a fresh simulator of a whole model."""
@@ -64,6 +75,8 @@ def play_step(
     trainable = sum(size.gradient_bytes for size in sizes)
     largest = max((size.largest_trainable_bytes for size in sizes), default=0)
     optimizer = profile.optimizer
+    if clips:
+        simulator._touch(clipping_bytes(sum(size.num_trainable for size in sizes)))
     if is_first:
         simulator._alloc(state)
     simulator._alloc(round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total))
@@ -75,6 +88,33 @@ def play_step(
         forward=tuple(forward),
         backward=tuple(backward),
     )
+
+
+def clipping_bytes(num_tensors: int) -> int:
+    """Most that `clip_gradients` holds beside gradients: of all on one mesh their norms, stacked, and squared, in fp32.
+
+    Of gradients on several meshes it is a little less.
+    """
+    return max(12 * num_tensors + 4, 4 * num_tensors + 36)
+
+
+def evaluation_bytes(
+    profile: Profile, sections: tuple[SectionPlan, ...], micro_batch: int, *, rank: int = 0
+) -> dict[str, int]:
+    """The peak while batches are evaluated between two steps, by the name of the phase; {} where it was not traced."""
+    if not profile.evaluation:
+        return {}
+    class_indices = tuple(section.class_index for section in profile.sections)
+    simulator = StepSimulator(profile, sections, class_indices)
+    play_evaluation(simulator, micro_batch, rank)
+    return {EVALUATION: simulator.peaks[EVALUATION] + profile.calibration.peak_offset_bytes}
+
+
+def play_evaluation(simulator: StepSimulator, micro_batch: int, rank: int = 0) -> None:
+    """Plays two batches: what a unit keeps gathered of the first one is there from the start of the second."""
+    simulator.live = simulator.peak = persistent_bytes(simulator, rank)
+    for _ in range(2):
+        simulator.play_evaluation(micro_batch)
 
 
 def persistent_bytes(simulator: StepSimulator, rank: int = 0) -> int:

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from osdp_ray.records.hardware import DeviceKind
 from osdp_ray.records.plan import ShardOver, Unit
-from osdp_ray.records.profile import Parameter, Precision, SectionClass
+from osdp_ray.records.profile import DeviceKind, Parameter, Precision, SectionClass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

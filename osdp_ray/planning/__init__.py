@@ -9,7 +9,7 @@ overestimates a peak, so a plan of it that the simulator lets pass is optimal, a
 import dataclasses
 from collections.abc import Iterator
 
-from osdp_ray.costs import StepBytes, predict_sections, simulate_sections
+from osdp_ray.costs import StepBytes, predict, predict_sections, simulate_sections, tensor_budget_bytes
 from osdp_ray.errors import InfeasibleError, UsageError
 from osdp_ray.planning.menus import (
     CHOICES,
@@ -84,9 +84,8 @@ def plan(
         raise UsageError(f"a budget of {budget_bytes} bytes holds nothing. Give --memory-budget a size, such as 2GiB.")
     shapes = list(batch_shapes(profile.num_ranks, global_batch, micro_batch))
     tally = _Tally()
-    uniform = [
-        _uniform(profile, name, recompute, shapes, budget_bytes) for name in _UNIFORM for recompute in RECOMPUTES
-    ]
+    limit_bytes = tensor_budget_bytes(profile, budget_bytes)
+    uniform = [_uniform(profile, name, recompute, shapes, limit_bytes) for name in _UNIFORM for recompute in RECOMPUTES]
     best = max(
         (candidate for _, candidate in uniform if candidate is not None),
         key=lambda candidate: candidate.prediction.samples_per_s,
@@ -94,14 +93,14 @@ def plan(
     )
     for shape in sorted(shapes, key=lambda shape: -_bound(profile, *shape)):
         if best is None or _bound(profile, *shape) > best.prediction.samples_per_s:
-            found = _best_at(profile, *shape, budget_bytes, tally, best)
+            found = _best_at(profile, *shape, limit_bytes, tally, best)
             if found is not None and (best is None or _better(found, best)):
                 best = found
     if best is None:
         best = _leanest(profile, *shapes[0])
-        if best.prediction.peak_bytes > budget_bytes:
+        if best.prediction.peak_bytes > limit_bytes:
             raise _infeasible(profile, best.prediction, budget_bytes)
-    return Plan(
+    made = Plan(
         workload=profile.workload,
         workload_hash=profile.workload_hash,
         ranks_per_node=profile.ranks_per_node,
@@ -116,6 +115,7 @@ def plan(
         alternatives=tuple(alternative for alternative, _ in uniform),
         solver=tally.report(best.prediction.samples_per_s),
     )
+    return dataclasses.replace(made, prediction=predict(profile, made))
 
 
 def batch_shapes(num_ranks: int, global_batch: int | None, micro_batch: int | None) -> Iterator[tuple[int, int]]:
@@ -295,7 +295,7 @@ def _leanest(profile: Profile, micro_batch: int, accumulation: int) -> _Candidat
 def _infeasible(profile: Profile, lean: Prediction, budget_bytes: int) -> InfeasibleError:
     """The error with the smallest budget that fits, found with the smallest micro-batch."""
     phase = max(lean.peak_by_phase, key=lambda phase: lean.peak_by_phase[phase])
-    return InfeasibleError(budget_bytes, lean.peak_bytes, phase, _largest_operator(profile))
+    return InfeasibleError(budget_bytes, lean.device_bytes, phase, _largest_operator(profile))
 
 
 def _largest_operator(profile: Profile) -> str:

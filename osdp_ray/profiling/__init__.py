@@ -16,9 +16,10 @@ from osdp_ray.profiling.compute import measure_compute
 from osdp_ray.profiling.estimate import estimate
 from osdp_ray.profiling.links import measure_copy, measure_links
 from osdp_ray.profiling.optimizer import measure_optimizer
+from osdp_ray.profiling.overheads import measure_overheads
 from osdp_ray.profiling.trace import trace
 from osdp_ray.records.cluster import Cluster
-from osdp_ray.records.profile import Calibration, ComputeCost, OptimizerCost, Profile
+from osdp_ray.records.profile import ComputeCost, OptimizerCost, Profile, start_calibration
 from osdp_ray.units import MIB
 from osdp_ray.workload import Workload
 
@@ -50,6 +51,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
     try:
         largest_bytes = max(section_class.parameter_bytes for section_class in traced.structure.classes)
         links = measure_links(group, largest_bytes=min(max(largest_bytes, 4 * MIB), 64 * MIB))
+        context_bytes, communicator_bytes = measure_overheads(group)
         copy_bytes_per_s = measure_copy(group)
         arguments = (workload, traced.structure, _MICRO_BATCHES, cluster.device_kind, _COMPUTE_LIMIT_S)
         compute = group.run(measure_compute, *arguments)
@@ -67,14 +69,17 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         classes=traced.structure.classes,
         sections=traced.structure.sections,
         traces=traced.traces,
+        evaluation=traced.evaluation,
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
         optimizer=_slowest_optimizer(optimizer),
         compute=tuple(_slowest_compute(costs) for costs in zip(*compute, strict=True)),
         links=links,
         copy_bytes_per_s=copy_bytes_per_s,
-        calibration=Calibration(),
+        calibration=start_calibration(cluster.device_kind),
         overlaps=cluster.backend == "nccl",
+        context_bytes=context_bytes,
+        communicator_bytes=communicator_bytes,
     )
 
 

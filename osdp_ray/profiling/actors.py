@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from osdp_ray.errors import ClusterError, OsdpError, WorkerError
+from osdp_ray.profiling.overheads import note_context
 from osdp_ray.records.cluster import Cluster, Device
 
 START_REMEDY = (
@@ -250,6 +251,7 @@ class _Measurer:
         timeout = datetime.timedelta(seconds=timeout_s)
         if backend == "nccl":
             torch.cuda.set_device(0)  # Ray shows each actor its own GPU alone
+            note_context()
         else:
             interface = interface_of(node_address)
             if interface is not None:

@@ -26,7 +26,6 @@ from osdp_ray.profiling.trace import trace
 from osdp_ray.profiling.work import SectionWork, Work, operation_bytes
 from osdp_ray.records.hardware import Backend, DeviceSpec, Hardware, LinkSpec
 from osdp_ray.records.profile import (
-    Calibration,
     Collective,
     ComputeCost,
     GroupKind,
@@ -34,6 +33,7 @@ from osdp_ray.records.profile import (
     OptimizerCost,
     Profile,
     Recompute,
+    start_calibration,
 )
 from osdp_ray.workload import Workload
 
@@ -64,13 +64,16 @@ def estimate(workload: Workload, hardware: Hardware) -> Profile:
         classes=traced.structure.classes,
         sections=traced.structure.sections,
         traces=traced.traces,
+        evaluation=traced.evaluation,
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
         optimizer=optimizer_cost(workload, hardware),
         compute=compute_costs(traced.work, hardware),
         links=estimate_links(hardware),
         copy_bytes_per_s=slowest_copy,
-        calibration=Calibration(),
+        calibration=start_calibration(hardware.device_kind),
+        context_bytes=max(device.context_bytes for device in hardware.devices),
+        communicator_bytes=max(device.communicator_bytes for device in hardware.devices),
     )
 
 

@@ -276,23 +276,23 @@ def attach_hooks(
         recorder.mark(ENTER, name)
         if dtype is not None:
             args, kwargs = tree_map(functools.partial(_cast, dtype), (args, kwargs))
-        if not torch.is_grad_enabled():
-            return args, kwargs
         replace = recorder.another_holder() if is_block else _same
+        if not torch.is_grad_enabled():
+            return _replaced((args, kwargs), replace, lambda tracked: map(replace, tracked))
         mark = functools.partial(recorder.mark, POST_BACKWARD, name)
         return _replaced((args, kwargs), replace, lambda tracked: _MarkPostBackward.apply(mark, replace, *tracked))
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         recorder.mark(EXIT, name)
-        if not torch.is_grad_enabled():
-            return None
+        with_gradients = torch.is_grad_enabled()
         for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if with_gradients and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: recorder.mark(PRE_BACKWARD, name))
         if not is_block:
             return None
         replace = recorder.another_holder()
-        return _replaced(output, replace, lambda tracked: _Other.apply(replace, *tracked))
+        other = functools.partial(_Other.apply, replace) if with_gradients else lambda *tracked: map(replace, tracked)
+        return _replaced(output, replace, lambda tracked: other(*tracked))
 
     return [
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),

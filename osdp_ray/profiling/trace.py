@@ -5,10 +5,8 @@ of a row of equal ones run, the rest pass through (modeling.stubs); two runs wit
 size as `constant + per_sample * micro_batch`. Nothing of the model's size is allocated.
 """
 
-import contextlib
 import dataclasses
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -20,11 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from osdp_ray.blame import calling, summary
 from osdp_ray.errors import TraceError, WorkloadError
 from osdp_ray.modeling import user_code
-from osdp_ray.modeling.materialize import build_bare, build_on_meta
+from osdp_ray.modeling.materialize import build_bare
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
 from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling import values
+from osdp_ray.profiling.fakes import fake_random_state, make_fake, real_branches, small_values
 from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
 from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs
 from osdp_ray.profiling.work import Counter, SectionWork, cut_work
@@ -43,11 +42,13 @@ _LONG_ROW = 5  # blocks of a row: two and the last one that do not recompute, on
 class Trace:
     """What a trace found: see SectionTrace for `traces`; `buffer_bytes` are the model's own buffers.
 
-    `work` holds what `traces` has a trace of, where work was counted.
+    `evaluation` are forward passes without gradients. `work` holds what `traces` has a trace of, where work was
+    counted.
     """
 
     structure: Structure
     traces: tuple[SectionTrace, ...]
+    evaluation: tuple[SectionTrace, ...]
     batch_bytes_per_sample: int
     buffer_bytes: int
     work: tuple[SectionWork, ...] = ()
@@ -72,15 +73,16 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
     try:
-        structure, traces, work = _trace_model(workload, model, blocks, batches, counts_work)
+        structure, found = _trace_model(workload, model, blocks, batches, counts_work)
     except _RunsTwice:
-        structure, traces, work = _trace_model(workload, build_bare(workload), (), batches, counts_work)
+        structure, found = _trace_model(workload, build_bare(workload), (), batches, counts_work)
     return Trace(
         structure=structure,
-        traces=traces,
+        traces=found.traces(structure),
+        evaluation=found.evaluation(structure),
         batch_bytes_per_sample=_bytes_per_sample(batches),
         buffer_bytes=buffer_bytes,
-        work=work,
+        work=found.work(structure),
     )
 
 
@@ -90,8 +92,8 @@ class _RunsTwice(Exception):
 
 def _trace_model(
     workload: Workload, model: nn.Module, blocks: tuple[str, ...], batches: list[Any], counts_work: bool
-) -> tuple[Structure, tuple[SectionTrace, ...], tuple[SectionWork, ...]]:
-    """Structure and traces with these blocks; an empty tuple makes the whole model one section.
+) -> tuple[Structure, "_Found"]:
+    """Structure and runs with these blocks; an empty tuple makes the whole model one section.
 
     Where every row has blocks to spare, one of them recomputes all and one a part, beside those that do not, and one
     run tells all. Else, or where the blocks of a row turn out to differ, all recompute in runs of their own.
@@ -104,6 +106,7 @@ def _trace_model(
     found = _Found(batches, counts_work)
     with stubbed(model, blocks, {*stands_for, *spares}) as stubs, _Subject(workload, model, blocks, stubs) as subject:
         order = found.record(subject, spares)
+        found.record_evaluation(subject)
     if any(order.count(name) > 1 for name in blocks):
         raise _RunsTwice
     draft = build_structure(model, blocks, order)  # out of the context, with the parameters' own types
@@ -113,8 +116,7 @@ def _trace_model(
             for recompute in _SPARES:
                 found.record(subject, dict.fromkeys(stands_for, recompute))
         variants = find_variants(draft, found.runs, stands_for)
-    structure = build_structure(model, blocks, order, variants)
-    return structure, found.traces(structure), found.work(structure)
+    return build_structure(model, blocks, order, variants), found
 
 
 class _Found:
@@ -123,6 +125,7 @@ class _Found:
     def __init__(self, batches: list[Any], counts_work: bool) -> None:
         self.batches, self.counts_work = batches, counts_work
         self.runs: list[Run] = []
+        self.evaluations: list[Run] = []
         self.counters: list[list[Counter]] = []
 
     def record(self, subject: "_Subject", recomputes: Mapping[str, Recompute]) -> list[str]:
@@ -133,6 +136,15 @@ class _Found:
         self.runs.append(join_runs(recomputes, [recorder.events for recorder in recorders], _MICRO_BATCHES))
         self.counters.append(counters)
         return recorders[0].order
+
+    def record_evaluation(self, subject: "_Subject") -> None:
+        """Records a forward without gradients at every micro-batch."""
+        recorders = [subject.record({}, batch, evaluates=True) for batch in self.batches]
+        self.evaluations.append(join_runs({}, [recorder.events for recorder in recorders], _MICRO_BATCHES))
+
+    def evaluation(self, structure: Structure) -> tuple[SectionTrace, ...]:
+        found = [item for run in self.evaluations for item in cut_sections(structure, run)]
+        return tuple(_first_of_each(found))
 
     def traces(self, structure: Structure) -> tuple[SectionTrace, ...]:
         found = [item for run in self.runs for item in cut_sections(structure, run)]
@@ -198,8 +210,7 @@ class _Subject:
             if name not in stubs and not name.startswith(inside)
         ]
         self.dtype = torch.bfloat16 if workload.precision == "bf16" else None
-        self.originals = _make_fake(self.modules, self.mode, _small_values(workload, self.modules), self.dtype)
-        model.train()
+        self.originals = make_fake(self.modules, self.mode, small_values(workload, self.modules), self.dtype)
         self.parameters = {
             id(parameter): (f"{name}.{key}" if name else key, parameter)
             for name, module in reversed(self.modules)
@@ -213,8 +224,15 @@ class _Subject:
         for tensors, name, tensor in self.originals:
             tensors[name] = tensor
 
-    def record(self, recomputes: Mapping[str, Recompute], batch: Any, watch: Counter | None = None) -> Recorder:
-        """Records one forward and backward with blocks recomputed as given, by name."""
+    def record(
+        self,
+        recomputes: Mapping[str, Recompute],
+        batch: Any,
+        watch: Counter | None = None,
+        *,
+        evaluates: bool = False,
+    ) -> Recorder:
+        """Records one forward and backward with blocks recomputed as given, by name; a forward alone to evaluate."""
         recorder = Recorder(watch)
         fake = tree_map(self._fake, batch)
         tensors = [
@@ -225,7 +243,8 @@ class _Subject:
             recompute_block(self.model.get_submodule(name), recompute)
         handles = self._attach(recorder)
         try:
-            self._run(recorder, fake)
+            self.model.train(not evaluates)
+            self._run(recorder, fake, evaluates)
         finally:
             recorder.recording = False
             for handle in handles:
@@ -258,10 +277,17 @@ class _Subject:
                 handles.append(attach_gradient_hook(recorder, parameter, name))
         return handles
 
-    def _run(self, recorder: Recorder, batch: Any) -> None:
+    def _run(self, recorder: Recorder, batch: Any, evaluates: bool) -> None:
         try:
-            with self.mode, recorder, Numbers(recorder), _fake_random_state(), _real_branches():
-                loss = user_code.loss(self.workload, self.model, batch, passes=_is_of_fakes)
+            with self.mode, recorder, Numbers(recorder), fake_random_state(), real_branches():
+                with torch.set_grad_enabled(not evaluates):
+                    loss = user_code.loss(
+                        self.workload, self.model, batch, needs_gradient=not evaluates, passes=_is_of_fakes
+                    )
+                if evaluates:
+                    del loss
+                    recorder.mark(BACKWARD, "")
+                    return
                 recorder.mark(BACKWARD, "")
                 with calling("loss", doing="raised in backward", passes=_is_of_fakes):
                     _run_backward(loss / 1)  # the worker divides too, for accumulation
@@ -311,77 +337,3 @@ def _run_backward(loss: torch.Tensor) -> None:
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def _small_values(workload: Workload, modules: list[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
-    """Values of the small integer buffers (positions, masks), which branches may read."""
-    names = [
-        f"{name}.{key}" if name else key
-        for name, module in modules
-        for key, buffer in module.named_buffers(recurse=False)
-        if values.may_have_value(buffer)
-    ]
-    if not names:
-        return {}
-    _, initialisation = build_on_meta(workload)
-    return {name: initialisation.whole(name, "cpu", 0) for name in names if initialisation.is_known(name)}
-
-
-def _make_fake(
-    modules: list[tuple[str, nn.Module]],
-    mode: FakeTensorMode,
-    small_values: dict[str, torch.Tensor],
-    dtype: torch.dtype | None,
-) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Replaces the modules' meta parameters and buffers by fake CPU ones in place; ties stay ties.
-
-    Floating-point parameters get the type that is computed with, as FSDP2 gathers them; buffers stay as they are.
-    Returns what was replaced, and where.
-    """
-    replaced: dict[int, Any] = {}
-    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for path, module in modules:
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                originals.append((tensors, name, tensor))
-                if id(tensor) not in replaced:
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    cast = dtype is not None and is_parameter and tensor.is_floating_point()
-                    with mode:
-                        fake = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device="cpu")
-                    replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                    known = small_values.get(f"{path}.{name}" if path else name)
-                    if known is not None:
-                        values.remember(fake, known)
-                tensors[name] = replaced[id(tensor)]
-    return originals
-
-
-@contextlib.contextmanager
-def _fake_random_state() -> Iterator[None]:
-    """Lets recomputation stash the CPU generator's state as fake tensors, so that the recorder sees them."""
-    num_bytes = torch.get_rng_state().numel()
-    saved = torch.get_rng_state, torch.set_rng_state
-    torch.get_rng_state = lambda: torch.empty(num_bytes, dtype=torch.uint8)
-    torch.set_rng_state = lambda _: None
-    try:
-        yield
-    finally:
-        torch.get_rng_state, torch.set_rng_state = saved
-
-
-@contextlib.contextmanager
-def _real_branches() -> Iterator[None]:
-    """Lets transformers take the branches of a real run: it looks for fake tensors, and then reads no mask's values."""
-    module = sys.modules.get("transformers.utils.import_utils")
-    saved = getattr(module, "is_fake_tensor", None)
-    if saved is None:
-        yield
-        return
-    module.is_fake_tensor = lambda _: False  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = saved  # type: ignore[union-attr]

@@ -7,17 +7,17 @@ bandwidth is that of one direction.
 import dataclasses
 from typing import Literal
 
-from osdp_ray.records.profile import Precision
+from osdp_ray.records.profile import DeviceKind, Precision
 
 Backend = Literal["nccl", "gloo"]
-DeviceKind = Literal["cuda", "cpu"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
     """One kind of device. `peak_flops_per_s` and `achieved_fraction` have a figure for each precision it computes in.
 
-    `launch_s` is what every kernel takes beside its work: 0 for a CPU.
+    `launch_s` is what every kernel takes beside its work: 0 for a CPU. `context_bytes` and `communicator_bytes` are
+    what a process holds of it beside tensors (see Profile).
     """
 
     kind: DeviceKind
@@ -28,6 +28,8 @@ class DeviceSpec:
     peak_flops_per_s: dict[Precision, float]
     achieved_fraction: dict[Precision, float]
     launch_s: float
+    context_bytes: int = 0
+    communicator_bytes: int = 0
     source: str = ""
 
     def flops_per_s(self, precision: Precision) -> float:

@@ -73,7 +73,9 @@ class SectionPlan:
 class Prediction:
     """What a plan costs. `peak_by_phase` maps a phase to the highest bytes in it; the largest is `peak_bytes`.
 
-    Phases of memory: forward, loss, backward, optimizer. Phases of time: forward, backward, communication, optimizer.
+    Phases of memory: forward, loss, backward, optimizer, evaluation. Phases of time: forward, backward,
+    communication, optimizer. `held_beside` is what a device holds beside tensors, by line: the allocator's reserve,
+    the context, the communicators; with the peak it makes `device_bytes`, which the budget bounds.
     """
 
     peak_bytes: int
@@ -82,6 +84,12 @@ class Prediction:
     step_s: float
     step_s_by_phase: dict[str, float]
     samples_per_s: float
+    held_beside: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        """What the process holds of its device at the peak."""
+        return self.peak_bytes + sum(self.held_beside.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,6 +188,7 @@ class Plan(Record):
             f"= global batch {self.global_batch}",
             f"predicted peak {format_bytes(prediction.peak_bytes)} of {format_bytes(self.budget_bytes)} per device "
             f"({', '.join(f'{phase} {format_bytes(peak)}' for phase, peak in prediction.peak_by_phase.items())})",
+            *_beside(prediction),
             f"predicted step {format_seconds(prediction.step_s)} ("
             f"{', '.join(f'{phase} {format_seconds(value)}' for phase, value in prediction.step_s_by_phase.items())}"
             f"), {prediction.samples_per_s:.1f} samples/s",
@@ -201,6 +210,13 @@ def _different(planned: tuple[SectionPlan, ...], found: tuple[Section, ...]) -> 
     if len(planned) != len(found):
         return f"{len(planned)} in number", f"{len(found)} in number"
     return next(((a.name, b.name) for a, b in zip(planned, found, strict=True) if a.name != b.name), ("", ""))
+
+
+def _beside(prediction: Prediction) -> list[str]:
+    if not prediction.held_beside:
+        return []
+    lines = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in prediction.held_beside.items())
+    return [f"on the device {format_bytes(prediction.device_bytes)}: the peak of tensors, and beside them {lines}"]
 
 
 def _alternatives(plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -13,6 +13,7 @@ from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_seconds
 
 Recompute = Literal["none", "selective", "full"]
+DeviceKind = Literal["cuda", "cpu"]
 Precision = Literal["fp32", "bf16"]  # bf16: parameters stay as they are, computed with in bf16, reduced in fp32
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 GroupKind = Literal["node", "across", "world"]
@@ -188,11 +189,25 @@ class LinkCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What telemetry taught about a profile's predictions: 0 and 1 before any."""
+    """What telemetry taught about a profile's predictions: 0 and 1 before any.
+
+    `reserved_fraction` is what a caching allocator reserves beyond what tensors hold at their peak; before telemetry
+    it is RESERVED_START_FRACTION where there is such an allocator.
+    """
 
     peak_offset_bytes: int = 0
+    reserved_fraction: float = 0.0
     compute_factor: float = 1.0
     communication_factor: float = 1.0
+
+
+# An assumption, until a run's telemetry replaces it: what fragmentation makes CUDA's caching allocator reserve on top.
+RESERVED_START_FRACTION = 0.05
+
+
+def start_calibration(device_kind: DeviceKind) -> Calibration:
+    """What is assumed before any telemetry."""
+    return Calibration(reserved_fraction=RESERVED_START_FRACTION if device_kind == "cuda" else 0.0)
 
 
 @record("profile", version=1)
@@ -200,12 +215,14 @@ class Calibration:
 class Profile(Record):
     """Everything `plan` needs to know of a model on a cluster.
 
-    `overlaps`: its backend communicates beside computation (streams), where gloo on CPUs takes turns with it.
+    `evaluation` are traces of forward passes without gradients, one per class. `overlaps`: its backend communicates
+    beside computation (streams), where gloo on CPUs takes turns with it. `context_bytes` and `communicator_bytes` are
+    what the process holds of a device outside the allocator of tensors: driver, kernels and libraries; NCCL's buffers.
     """
 
     workload: str
     workload_hash: str
-    device_kind: Literal["cuda", "cpu"]
+    device_kind: DeviceKind
     backend: Literal["nccl", "gloo", "fake"]
     device_memory_bytes: int
     ranks_per_node: tuple[int, ...]
@@ -221,6 +238,9 @@ class Profile(Record):
     copy_bytes_per_s: float
     calibration: Calibration
     overlaps: bool = False
+    evaluation: tuple[SectionTrace, ...] = ()
+    context_bytes: int = 0
+    communicator_bytes: int = 0
 
     @property
     def num_ranks(self) -> int:

@@ -1,10 +1,9 @@
-"""What real gloo ranks hold, by the sampler that training uses, agrees with the prediction for gloo: its copies included."""
+"""What real gloo ranks hold, by the sampler of training, agrees with the prediction for gloo: its copies included."""
 
 import dataclasses
 import json
 import socket
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -4,14 +4,19 @@ The truth comes from `tests.oracle`: the executor's own step as rank 0 of a fake
 """
 
 import functools
+import itertools
 import random
 
 import pytest
+import torch
 
 from osdp_ray.costs import explain_peaks, simulate_bytes
+from osdp_ray.costs.steps import clipping_bytes
+from osdp_ray.execution.clipping import clip_gradients
+from osdp_ray.modeling.materialize import build_bare
 from osdp_ray.profiling.trace import trace
 from osdp_ray.workloads.gpt import GptWorkload
-from tests.oracle import UNIFORM_CHOICES, make_plan, measure, random_sections, traced_profile, uniform_plan
+from tests.oracle import UNIFORM_CHOICES, events_of, make_plan, measure, random_sections, traced_profile, uniform_plan
 
 NUM_SEEDS = 10
 WORLDS = ((2,), (3,), (4,), (8,), (2, 2), (4, 4))
@@ -77,6 +82,29 @@ def test_the_peak_of_any_mixture_of_decisions_is_exact(corpus, seed):
     assert truth.left_bytes == 0, "the allocator's events are not complete"
     assert simulated.persistent_bytes == truth.persistent_bytes
     assert simulated.peak_bytes == truth.peak_bytes, explain(plan, simulated, truth)
+
+
+@pytest.mark.parametrize("num_tensors", [1, 2, 7, 50])
+def test_clipping_holds_the_norms_of_gradients(corpus, num_tensors):
+    parameters = [torch.nn.Parameter(torch.ones(10)) for _ in range(num_tensors)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(10)
+    clip_gradients(parameters, 1.0)
+
+    events = events_of(lambda: clip_gradients(parameters, 1.0))
+
+    assert max(itertools.accumulate(events)) == clipping_bytes(num_tensors)
+
+
+def test_the_optimizer_phase_of_a_run_that_clips_holds_that_on_top(corpus):
+    workload, traced = workload_and_trace(corpus, 3, tied=False)
+    profile = traced_profile(workload, traced, ranks_per_node=(8,))
+    plan = uniform_plan(profile, "DP", "full", micro_batch=1)
+
+    plain, clipped = (simulate_bytes(profile, plan, clips=clips).peak_by_phase for clips in (False, True))
+
+    num_tensors = len([*build_bare(workload).parameters()])
+    assert clipped == plain | {"optimizer": plain["optimizer"] + clipping_bytes(num_tensors)}
 
 
 @pytest.mark.parametrize("seed", range(3))

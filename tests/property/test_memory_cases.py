@@ -20,9 +20,10 @@ UNDER_FRACTION, OVER_FRACTION = 0.005, 0.02
 @pytest.mark.parametrize("draw", CASES.values(), ids=lambda draw: draw.label)
 def test_the_peak_of_any_model_under_any_plan_is_predicted(draw):
     case = build_case(draw)
-    simulated, truth = simulate_bytes(case.profile, case.plan), measure(case.workload, case.plan)
+    simulated, truth = simulate_bytes(case.profile, case.plan), measure(case.workload, case.plan, evaluates=True)
 
     assert simulated.persistent_bytes == truth.persistent_bytes
+    assert simulated.peak_by_phase["evaluation"] == truth.evaluation_bytes
     error_bytes = simulated.peak_bytes - truth.peak_bytes
     if draw.is_plain and draw.model != "conv-net":  # oneDNN's copies depend on the processor
         assert error_bytes == 0, explain(case.plan, simulated, truth)

@@ -1,0 +1,23 @@
+"""What a device holds beside tensors, and what of a budget is left for them.
+
+The lines: `allocator`, what a caching allocator reserves beyond what tensors hold; `context`, the driver's; and
+`communicators`, NCCL's buffers. On CPUs there are none. What gloo copies is in the peak: it is tensors.
+"""
+
+from osdp_ray.records.profile import Profile
+
+
+def held_beside(profile: Profile, peak_bytes: int) -> dict[str, int]:
+    """Bytes beside a peak of tensors, by line; lines without any are left out."""
+    lines = {
+        "allocator": round(peak_bytes * profile.calibration.reserved_fraction),
+        "context": profile.context_bytes,
+        "communicators": profile.communicator_bytes,
+    }
+    return {name: num_bytes for name, num_bytes in lines.items() if num_bytes}
+
+
+def tensor_budget_bytes(profile: Profile, budget_bytes: int) -> int:
+    """The highest peak of tensors with which a device holds no more than `budget_bytes`."""
+    left_bytes = budget_bytes - profile.context_bytes - profile.communicator_bytes
+    return max(0, int(left_bytes / (1 + profile.calibration.reserved_fraction)))

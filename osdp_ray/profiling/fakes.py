@@ -1,0 +1,88 @@
+"""A model's tensors as fake ones, and what else must look real to a model that runs under fake tensors."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from osdp_ray.modeling.materialize import build_on_meta
+from osdp_ray.profiling import values
+from osdp_ray.workload import Workload
+
+
+def small_values(workload: Workload, modules: list[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
+    """Values of the small integer buffers (positions, masks), which branches may read."""
+    names = [
+        f"{name}.{key}" if name else key
+        for name, module in modules
+        for key, buffer in module.named_buffers(recurse=False)
+        if values.may_have_value(buffer)
+    ]
+    if not names:
+        return {}
+    _, initialisation = build_on_meta(workload)
+    return {name: initialisation.whole(name, "cpu", 0) for name in names if initialisation.is_known(name)}
+
+
+def make_fake(
+    modules: list[tuple[str, nn.Module]],
+    mode: FakeTensorMode,
+    small_values: dict[str, torch.Tensor],
+    dtype: torch.dtype | None,
+) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Replaces the modules' meta parameters and buffers by fake CPU ones in place; ties stay ties.
+
+    Floating-point parameters get the type that is computed with, as FSDP2 gathers them; buffers stay as they are.
+    Returns what was replaced, and where.
+    """
+    replaced: dict[int, Any] = {}
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for path, module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                originals.append((tensors, name, tensor))
+                if id(tensor) not in replaced:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    cast = dtype is not None and is_parameter and tensor.is_floating_point()
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device="cpu")
+                    replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    known = small_values.get(f"{path}.{name}" if path else name)
+                    if known is not None:
+                        values.remember(fake, known)
+                tensors[name] = replaced[id(tensor)]
+    return originals
+
+
+@contextlib.contextmanager
+def fake_random_state() -> Iterator[None]:
+    """Lets recomputation stash the CPU generator's state as fake tensors, so that the recorder sees them."""
+    num_bytes = torch.get_rng_state().numel()
+    saved = torch.get_rng_state, torch.set_rng_state
+    torch.get_rng_state = lambda: torch.empty(num_bytes, dtype=torch.uint8)
+    torch.set_rng_state = lambda _: None
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = saved
+
+
+@contextlib.contextmanager
+def real_branches() -> Iterator[None]:
+    """Lets transformers take the branches of a real run: it looks for fake tensors, and then reads no mask's values."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    saved = getattr(module, "is_fake_tensor", None)
+    if saved is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = saved  # type: ignore[union-attr]
