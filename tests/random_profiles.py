@@ -50,7 +50,10 @@ def merged(profile: Profile) -> Profile:
     groups = [((range(len(profile.classes[0].operators))),), (range(3), range(3, 6)), (range(2),)]
     owners = [{old: new for new, olds in enumerate(rows) for old in olds} for rows in groups]
     classes = tuple(_merge_class(section, rows) for section, rows in zip(profile.classes, groups, strict=True))
-    return dataclasses.replace(profile, classes=classes, traces=tuple(_renumber(t, owners) for t in profile.traces))
+    traces, evaluation = (
+        tuple(_renumber(trace, owners) for trace in found) for found in (profile.traces, profile.evaluation)
+    )
+    return dataclasses.replace(profile, classes=classes, traces=traces, evaluation=evaluation)
 
 
 def _merge_class(section_class: SectionClass, groups: tuple[range, ...]) -> SectionClass:
