@@ -120,6 +120,9 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="arguments of the workload, such as layers=8")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="what to compute in; default: the workload's own")
+    parser.add_argument(
+        "--measure", action="store_true", help="find the bytes by real tensors, for a model that fake ones cannot run"
+    )
 
 
 def _add_cluster_flags(parser: argparse.ArgumentParser) -> None:
@@ -183,8 +186,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _read_profile(options: argparse.Namespace) -> Any:
-    if options.settings or options.precision:
-        word = options.settings[0] if options.settings else "--precision"
+    if options.settings or options.precision or options.measure:
+        word = options.settings[0] if options.settings else "--precision" if options.precision else "--measure"
         raise UsageError(
             f"{word} belongs to a workload, and {options.workload} is read as a profile. "
             "Name a workload and give --cluster, or give 'osdp profile' the workload first."
@@ -283,6 +286,7 @@ def _workload(options: argparse.Namespace) -> Any:
     workload = load_workload(options.workload, settings)
     if options.precision is not None:
         workload.precision = options.precision
+    workload.measure = workload.measure or options.measure
     return workload
 
 

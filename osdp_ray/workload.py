@@ -34,6 +34,7 @@ class Workload:
 
     name: str = "workload"
     precision: "Precision" = "fp32"  # 'bf16': compute in bf16, keep parameters and reduce gradients in fp32
+    measure: bool = False  # True: trace real tensors on the CPU, for a model that fake ones cannot run
 
     def settings(self) -> dict[str, Any]:
         """JSON-ready settings that identify this workload (sizes, data); they go into its hash."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,13 +28,37 @@ def small_values(workload: Workload, modules: list[tuple[str, nn.Module]]) -> di
     return {name: initialisation.whole(name, "cpu", 0) for name in names if initialisation.is_known(name)}
 
 
-def make_fake(
-    modules: list[tuple[str, nn.Module]],
-    mode: FakeTensorMode,
-    small_values: dict[str, torch.Tensor],
-    dtype: torch.dtype | None,
+_Make = Callable[[str, torch.Tensor, torch.dtype], torch.Tensor]
+
+
+def fakes_of(workload: Workload, modules: list[tuple[str, nn.Module]], mode: FakeTensorMode) -> _Make:
+    """Makes fake CPU tensors in the place of a model's."""
+    known = small_values(workload, modules)
+
+    def make(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with mode:
+            fake = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        if name in known:
+            values.remember(fake, known[name])
+        return fake
+
+    return make
+
+
+def reals_of(workload: Workload) -> _Make:
+    """Makes real CPU tensors with the model's own initial values."""
+    _, initialisation = build_on_meta(workload)
+
+    def make(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return initialisation.whole(name, "cpu", 0).detach().to(dtype, copy=True)
+
+    return make
+
+
+def replace_tensors(
+    modules: list[tuple[str, nn.Module]], make: _Make, dtype: torch.dtype | None
 ) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Replaces the modules' meta parameters and buffers by fake CPU ones in place; ties stay ties.
+    """Replaces the modules' meta parameters and buffers in place; ties stay ties.
 
     Floating-point parameters get the type that is computed with, as FSDP2 gathers them; buffers stay as they are.
     Returns what was replaced, and where.
@@ -50,19 +74,15 @@ def make_fake(
                 if id(tensor) not in replaced:
                     is_parameter = isinstance(tensor, nn.Parameter)
                     cast = dtype is not None and is_parameter and tensor.is_floating_point()
-                    with mode:
-                        fake = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, device="cpu")
-                    replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                    known = small_values.get(f"{path}.{name}" if path else name)
-                    if known is not None:
-                        values.remember(fake, known)
+                    made = make(f"{path}.{name}" if path else name, tensor, dtype if cast else tensor.dtype)
+                    replaced[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
                 tensors[name] = replaced[id(tensor)]
     return originals
 
 
 @contextlib.contextmanager
-def fake_random_state() -> Iterator[None]:
-    """Lets recomputation stash the CPU generator's state as fake tensors, so that the recorder sees them."""
+def seen_random_state() -> Iterator[None]:
+    """Lets recomputation stash the CPU generator's state as a tensor that the recorder sees, whatever is in it."""
     num_bytes = torch.get_rng_state().numel()
     saved = torch.get_rng_state, torch.set_rng_state
     torch.get_rng_state = lambda: torch.empty(num_bytes, dtype=torch.uint8)

@@ -52,9 +52,9 @@ BACKWARD = -1  # code of the mark between forward and backward; it never leaves 
 class Recorder(TorchDispatchMode):
     """A dispatch mode that appends to `events`; see the module's docstring. Enter it inside a FakeTensorMode."""
 
-    def __init__(self, watch: "Watch | None" = None) -> None:
+    def __init__(self, watch: "Watch | None" = None, *, is_real: bool = False) -> None:
         super().__init__()
-        self.watch = watch
+        self.watch, self.is_real = watch, is_real
         self.events: list[Event] = []
         self.order: list[str] = []  # modules in the order in which they were entered, stubs too
         self.recording = True
@@ -95,6 +95,8 @@ class Recorder(TorchDispatchMode):
             recording, self.recording = self.recording, False
             if key not in storages:
                 storages[key] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=tensor.device)
+                if self.is_real:
+                    storages[key].untyped_storage().copy_(tensor.untyped_storage())
                 self._hold(storages[key], buffer)
             whole = storages[key].view(tensor.dtype)
             other = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
@@ -131,8 +133,8 @@ class Recorder(TorchDispatchMode):
         first = len(self.events)
         in_place = function is torch.ops.aten.add.Tensor and (self._in_attention or _accumulates_in_place(args[0]))
         try:
-            result = FAKE_KERNELS.get(function, function)(*args, **kwargs)
-            if not (isinstance(result, torch.Tensor) and result.dtype.is_floating_point):
+            result = (function if self.is_real else FAKE_KERNELS.get(function, function))(*args, **kwargs)
+            if not self.is_real and not (isinstance(result, torch.Tensor) and result.dtype.is_floating_point):
                 values.follow(function, args, kwargs, result)
         except values.UNREADABLE as error:
             try:

@@ -6,7 +6,7 @@ loss. Frees that directly follow a block's end belong to it. Buffers that cross 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from osdp_ray.errors import TraceError
 from osdp_ray.modeling.structure import Structure
@@ -43,9 +43,17 @@ class Run:
     sizes: list[tuple[int, int]]
 
 
-def join_runs(recomputes: Mapping[str, Recompute], runs: list[list[Event]], micro_batches: tuple[int, ...]) -> Run:
-    """One Run of two that differ in the micro-batch alone. Raises TraceError where they differ in more than sizes."""
-    return Run(recomputes=recomputes, events=runs[0], sizes=_affine_sizes(runs, micro_batches))
+def join_runs(
+    recomputes: Mapping[str, Recompute], runs: list[list[Event]], micro_batches: tuple[int, ...], *, is_sampled: bool
+) -> Run:
+    """One Run of two that differ in the micro-batch alone. Raises TraceError where they differ in more than sizes.
+
+    Runs that are `is_sampled` may differ, as values decide. A size that is not linear in the micro-batch is then the
+    most per sample that was seen; where they do other operations, the larger run stands for all.
+    """
+    if is_sampled and _operations(runs[0]) != _operations(runs[1]):
+        return Run(recomputes=recomputes, events=runs[1], sizes=_sizes_of_one(runs[1], micro_batches[1]))
+    return Run(recomputes=recomputes, events=runs[0], sizes=_affine_sizes(runs, micro_batches, is_sampled))
 
 
 def cut_sections(structure: Structure, run: Run) -> list[SectionTrace]:
@@ -63,6 +71,28 @@ def representatives(structure: Structure, run: Run) -> dict[tuple[int, Recompute
             key = section.class_index, run.recomputes.get(section.name, "none")
             members.setdefault(key, []).append(section.name)
     return {key: names[min(1, len(names) - 1)] for key, names in members.items()}
+
+
+def without_unreached(structure: Structure, traces: Iterable[SectionTrace]) -> Structure:
+    """The structure in which parameters that got no gradient in any trace require none: nothing is kept for them."""
+    reached = set()
+    for trace in traces:
+        for rows in (trace.forward, trace.backward):
+            for i in range(0, len(rows), 5):
+                if rows[i] == GRADIENT:
+                    owner, index = divmod(rows[i + 1], FOREIGN)
+                    reached.add((owner - 1 if owner else trace.class_index, index))
+    classes = tuple(
+        dataclasses.replace(
+            section_class,
+            parameters=tuple(
+                dataclasses.replace(parameter, requires_grad=(class_index, index) in reached)
+                for index, parameter in enumerate(section_class.parameters)
+            ),
+        )
+        for class_index, section_class in enumerate(structure.classes)
+    )
+    return dataclasses.replace(structure, classes=classes)
 
 
 def section_spans(structure: Structure, run: Run) -> dict[str, tuple[range, range]]:
@@ -107,24 +137,44 @@ def _present(structure: Structure, run: Run) -> list[str]:
     return [section.name for section in structure.sections if section.name in ran or section.name in ("stem", "head")]
 
 
-def _affine_sizes(runs: list[list[Event]], micro_batches: tuple[int, ...]) -> list[tuple[int, int]]:
+def _affine_sizes(runs: list[list[Event]], micro_batches: tuple[int, ...], is_sampled: bool) -> list[tuple[int, int]]:
     """(constant, per sample) of each event's size. Raises TraceError where the runs differ in more than sizes."""
     small, large = runs
-    if [(e.code, e.buffer, e.subject) for e in small] != [(e.code, e.buffer, e.subject) for e in large]:
+    if _operations(small) != _operations(large):
         raise TraceError(
             "",
             f"it does other operations at micro-batch {micro_batches[0]} than at {micro_batches[1]}",
-            "Avoid branches that depend on the batch's size",
+            "Avoid branches that depend on the batch's size, or use --measure",
         )
     sizes = []
     for first, second in zip(small, large, strict=True):
         per_sample, rest = divmod(second.num_bytes - first.num_bytes, micro_batches[1] - micro_batches[0])
+        constant = first.num_bytes - per_sample * micro_batches[0]
+        if is_sampled and (rest or constant < 0):
+            each = max(-(-event.num_bytes // size) for event, size in zip((first, second), micro_batches, strict=True))
+            sizes.append((0, each))
+            continue
         if rest:
             raise TraceError(
-                "", "a tensor's size is not linear in the micro-batch", "Keep every tensor's size linear in it"
+                "", "a tensor's size is not linear in the micro-batch", "Keep every size linear in it, or use --measure"
             )
-        sizes.append((first.num_bytes - per_sample * micro_batches[0], per_sample))
+        sizes.append((constant, per_sample))
     return sizes
+
+
+def _operations(events: list[Event]) -> list[tuple[int, int, object]]:
+    return [(event.code, event.buffer, event.subject) for event in events]
+
+
+def _sizes_of_one(events: list[Event], micro_batch: int) -> list[tuple[int, int]]:
+    """Sizes of a run alone: those of gradients and those that do not divide by the micro-batch are constant."""
+    gradients = {event.buffer for event in events if event.code == GRADIENT}
+    return [
+        (event.num_bytes, 0)
+        if event.buffer in gradients or event.num_bytes % micro_batch
+        else (0, event.num_bytes // micro_batch)
+        for event in events
+    ]
 
 
 def _spans(events: list[Event], present: list[str]) -> dict[str, tuple[range, range]]:

@@ -5,6 +5,7 @@ of a row of equal ones run, the rest pass through (modeling.stubs); two runs wit
 size as `constant + per_sample * micro_batch`. Nothing of the model's size is allocated.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -23,9 +24,9 @@ from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
 from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling import values
-from osdp_ray.profiling.fakes import fake_random_state, make_fake, real_branches, small_values
+from osdp_ray.profiling.fakes import fakes_of, real_branches, reals_of, replace_tensors, seen_random_state
 from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
-from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs
+from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs, without_unreached
 from osdp_ray.profiling.work import Counter, SectionWork, cut_work
 from osdp_ray.records.profile import Recompute, SectionTrace
 from osdp_ray.workload import Workload
@@ -58,6 +59,8 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
     """Traces a workload's model; needs neither a device nor the model's memory. Raises TraceError naming the module,
     and WorkloadError where the user's own code is wrong.
 
+    Where the workload is to be measured, real tensors run instead, on this machine's CPU: of every row of equal blocks
+    the few that run are held whole, and sizes that depend on values are the highest seen.
     With `counts_work` the floating-point operations and the bytes of every operation are counted, too.
     """
     model = build_bare(workload)
@@ -76,9 +79,11 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
         structure, found = _trace_model(workload, model, blocks, batches, counts_work)
     except _RunsTwice:
         structure, found = _trace_model(workload, build_bare(workload), (), batches, counts_work)
+    traces = found.traces(structure)
     return Trace(
-        structure=structure,
-        traces=found.traces(structure),
+        # Of a model whose values decide what runs, another batch may reach what this one did not.
+        structure=structure if workload.measure else without_unreached(structure, traces),
+        traces=traces,
         evaluation=found.evaluation(structure),
         batch_bytes_per_sample=_bytes_per_sample(batches),
         buffer_bytes=buffer_bytes,
@@ -103,7 +108,7 @@ def _trace_model(
     if all(len(row) >= _LONG_ROW for row in rows):
         spares = {name: recompute for row in rows for name, recompute in zip(row[2:4], _SPARES, strict=True)}
     stands_for = stand_ins(rows)
-    found = _Found(batches, counts_work)
+    found = _Found(batches, counts_work, workload.measure)
     with stubbed(model, blocks, {*stands_for, *spares}) as stubs, _Subject(workload, model, blocks, stubs) as subject:
         order = found.record(subject, spares)
         found.record_evaluation(subject)
@@ -122,8 +127,8 @@ def _trace_model(
 class _Found:
     """What was recorded, run by run."""
 
-    def __init__(self, batches: list[Any], counts_work: bool) -> None:
-        self.batches, self.counts_work = batches, counts_work
+    def __init__(self, batches: list[Any], counts_work: bool, is_sampled: bool) -> None:
+        self.batches, self.counts_work, self.is_sampled = batches, counts_work, is_sampled
         self.runs: list[Run] = []
         self.evaluations: list[Run] = []
         self.counters: list[list[Counter]] = []
@@ -133,14 +138,18 @@ class _Found:
         counters = [Counter() for _ in self.batches]
         watches = counters if self.counts_work else [None] * len(self.batches)
         recorders = [subject.record(recomputes, *pair) for pair in zip(self.batches, watches, strict=True)]
-        self.runs.append(join_runs(recomputes, [recorder.events for recorder in recorders], _MICRO_BATCHES))
+        self.runs.append(self._join(recomputes, recorders))
         self.counters.append(counters)
         return recorders[0].order
 
     def record_evaluation(self, subject: "_Subject") -> None:
         """Records a forward without gradients at every micro-batch."""
         recorders = [subject.record({}, batch, evaluates=True) for batch in self.batches]
-        self.evaluations.append(join_runs({}, [recorder.events for recorder in recorders], _MICRO_BATCHES))
+        self.evaluations.append(self._join({}, recorders))
+
+    def _join(self, recomputes: Mapping[str, Recompute], recorders: list[Recorder]) -> Run:
+        events = [recorder.events for recorder in recorders]
+        return join_runs(recomputes, events, _MICRO_BATCHES, is_sampled=self.is_sampled)
 
     def evaluation(self, structure: Structure) -> tuple[SectionTrace, ...]:
         found = [item for run in self.evaluations for item in cut_sections(structure, run)]
@@ -198,11 +207,12 @@ def _bytes_per_sample(batches: list[Any]) -> int:
 
 
 class _Subject:
-    """A model made ready for recording: within the context its real blocks are fake, its stubs stay on meta."""
+    """A model made ready for recording: within the context its tensors are fake, or real ones where the workload is to
+    be measured; its stubs stay on meta."""
 
     def __init__(self, workload: Workload, model: nn.Module, blocks: tuple[str, ...], stubs: frozenset[str]) -> None:
         self.workload, self.model, self.blocks, self.stubs = workload, model, blocks, stubs
-        self.mode = FakeTensorMode()
+        self.mode = contextlib.nullcontext() if workload.measure else FakeTensorMode()
         inside = tuple(f"{name}." for name in stubs)
         self.modules = [
             (name, module)
@@ -210,7 +220,8 @@ class _Subject:
             if name not in stubs and not name.startswith(inside)
         ]
         self.dtype = torch.bfloat16 if workload.precision == "bf16" else None
-        self.originals = make_fake(self.modules, self.mode, small_values(workload, self.modules), self.dtype)
+        make = reals_of(workload) if workload.measure else fakes_of(workload, self.modules, self.mode)
+        self.originals = replace_tensors(self.modules, make, self.dtype)
         self.parameters = {
             id(parameter): (f"{name}.{key}" if name else key, parameter)
             for name, module in reversed(self.modules)
@@ -233,7 +244,7 @@ class _Subject:
         evaluates: bool = False,
     ) -> Recorder:
         """Records one forward and backward with blocks recomputed as given, by name; a forward alone to evaluate."""
-        recorder = Recorder(watch)
+        recorder = Recorder(watch, is_real=self.workload.measure)
         fake = tree_map(self._fake, batch)
         tensors = [
             tensor for _, module in self.modules for tensor in (*module._parameters.values(), *module._buffers.values())
@@ -258,6 +269,8 @@ class _Subject:
     def _fake(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if self.workload.measure:
+            return leaf.clone()
         fake = self.mode.from_tensor(leaf)
         values.remember(fake, leaf)
         return fake
@@ -279,7 +292,7 @@ class _Subject:
 
     def _run(self, recorder: Recorder, batch: Any, evaluates: bool) -> None:
         try:
-            with self.mode, recorder, Numbers(recorder), fake_random_state(), real_branches():
+            with self.mode, recorder, Numbers(recorder), seen_random_state(), real_branches():
                 with torch.set_grad_enabled(not evaluates):
                     loss = user_code.loss(
                         self.workload, self.model, batch, needs_gradient=not evaluates, passes=_is_of_fakes
@@ -302,15 +315,15 @@ class _Subject:
             raise TraceError(
                 self._failing_module(error),
                 f"it reads values of activations or parameters, which have none before a run ({summary(error)})",
-                "Avoid .item(), .tolist(), bool(tensor) and shapes that depend on values; of a mixture of experts take "
-                "an implementation of fixed shapes, such as grouped_mm",
+                "Avoid .item(), .tolist(), bool(tensor) and shapes that depend on values (of a mixture of experts take "
+                "an implementation of fixed shapes, such as grouped_mm), or use --measure, which runs it",
             ) from error
         except _FAKE_ERRORS as error:
             raise TraceError(
                 self._failing_module(error),
                 f"fake tensors cannot run it ({summary(error)})",
-                "Register a fake kernel for custom operations (torch.library.register_fake), and keep to operations of "
-                "torch",
+                "Register a fake kernel for custom operations (torch.library.register_fake), keep to operations of "
+                "torch, or use --measure, which runs it",
             ) from error
 
     def _failing_module(self, error: BaseException | None) -> str:

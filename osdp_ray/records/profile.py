@@ -26,7 +26,10 @@ FOREIGN = 1000  # subject of a hook or parameter of another class: FOREIGN * (cl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter tensor. `name` is relative to its section."""
+    """One parameter tensor. `name` is relative to its section.
+
+    `requires_grad`: it gets a gradient. One that no loss reaches gets none, though it is not frozen.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -16,7 +16,6 @@ CASES = {draw.model: draw for draw in reversed(draw_cases(220, 0))}
 UNDER_FRACTION, OVER_FRACTION = 0.005, 0.02
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 @pytest.mark.parametrize("draw", CASES.values(), ids=lambda draw: draw.label)
 def test_the_peak_of_any_model_under_any_plan_is_predicted(draw):
     case = build_case(draw)

@@ -51,7 +51,9 @@ def profile_of(classes, sections, precision, ranks_per_node):
     """A profile without traces."""
     workload = types.SimpleNamespace(name="three", precision=precision)
     structure = types.SimpleNamespace(classes=classes, sections=sections)
-    traced = types.SimpleNamespace(structure=structure, traces=(), evaluation=(), batch_bytes_per_sample=0, buffer_bytes=0)
+    traced = types.SimpleNamespace(
+        structure=structure, traces=(), evaluation=(), batch_bytes_per_sample=0, buffer_bytes=0
+    )
     return traced_profile(workload, traced, ranks_per_node=ranks_per_node)
 
 
@@ -264,7 +266,6 @@ def test_a_drawn_case_is_built_as_it_says():
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 def test_the_gpu_benchmarks_comparison_agrees_with_the_oracle_on_a_cpu():
     (drawn,) = draw_cases(1, 5, models=("no-blocks",))
     draw = dataclasses.replace(
