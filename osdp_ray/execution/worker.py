@@ -299,9 +299,8 @@ class TrainLoop:
         if self.saved_step == self.step:
             return
         self.observer.flush()
-        if not is_finite(
-            self.parameters, self.optimizer, self.device
-        ):  # waits for all ranks, so the hub has the samples of all
+        # Waits for all ranks, so that the hub has the samples of all of them.
+        if not is_finite(self.parameters, self.optimizer, self.device):
             raise self._diverged("the parameters or the optimizer's state are not finite any more after the update")
         facts = Save(
             workload=self.workload.name,
