@@ -8,6 +8,8 @@ import pytest
 
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # torch's profiler (kineto) logs a "USDT: ... profiler_start" line to stderr each time, at levels up to 5.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 

@@ -58,7 +58,8 @@ class Head(NamedTuple):
 
 def environment(**settings: str) -> dict[str, str]:
     """This process's own, with the tests' `python` first and nothing of another Ray."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    kept = ("RAY_worker_niceness",)
+    env = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("RAY_")}
     return env | {"PATH": f"{BIN}{os.pathsep}{env.get('PATH', '')}", "RAY_USAGE_STATS_ENABLED": "0"} | settings
 
 
