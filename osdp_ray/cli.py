@@ -1,4 +1,4 @@
-"""The command line: osdp discover | profile | plan | explain | train. Every verb reads the earlier one's file.
+"""The command line: osdp discover | profile | plan | explain | diff | train. Every verb reads the earlier one's file.
 
 Records go to `--out`, tables (or JSON with `--json`) to standard output, progress and errors to standard error. What a
 user can mend is one line and exit code 2; a run stopped by a signal exits with 128 + its number.
@@ -16,7 +16,7 @@ from typing import Any
 
 from osdp_ray.errors import Interrupted, OsdpError, UsageError
 from osdp_ray.signals import StopSignals
-from osdp_ray.units import parse_bytes
+from osdp_ray.units import format_bytes, parse_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,11 +85,16 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--micro-batch", type=int, help="samples per rank and pass; default: the best one")
     _add_output_flags(plan)
 
-    explain = verbs.add_parser("explain", help="why a plan's memory is what it is")
+    explain = verbs.add_parser("explain", help="why a plan is as it is, and what binds it")
     explain.add_argument("plan", help="plan.json, as 'osdp plan --out' writes it")
-    explain.add_argument("--profile", required=True, help="the profile.json that it was made from")
-    explain.add_argument("--memory", action="store_true", help="the peak of every phase and who holds it (default)")
+    explain.add_argument("--profile", help="the profile.json that it was made from; without it, what the plan tells")
+    explain.add_argument("--memory", action="store_true", help="the peak of every phase and who holds it")
     explain.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    diff = verbs.add_parser("diff", help="what differs between two plans")
+    diff.add_argument("first", help="plan.json")
+    diff.add_argument("second", help="plan.json")
+    diff.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     train = verbs.add_parser("train", help="discover, profile, plan, run, watch, and plan again")
     _add_workload(train)
@@ -142,7 +147,14 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _dispatch(options: argparse.Namespace) -> int:
-    verbs = {"discover": _discover, "profile": _profile, "plan": _plan, "explain": _explain, "train": _train}
+    verbs = {
+        "discover": _discover,
+        "profile": _profile,
+        "plan": _plan,
+        "explain": _explain,
+        "diff": _diff,
+        "train": _train,
+    }
     return verbs[options.verb](options)
 
 
@@ -216,6 +228,12 @@ def _estimate(options: argparse.Namespace) -> Any:
             name = f"--{flag.replace('_', '-')}"
             raise UsageError(f"{name} is of a cluster that runs, and --cluster of one that does not. Leave one out.")
     hardware = load_hardware(options.cluster)
+    if len({device.memory_bytes for device in hardware.devices}) > 1:
+        smallest = min(hardware.devices, key=lambda device: device.memory_bytes)
+        sys.stderr.write(
+            f"note: devices differ, and a plan is the same on all: the {format_bytes(smallest.memory_bytes)} of "
+            f"{smallest.name} rule\n"
+        )
     workload = _workload(options)
     from osdp_ray.profiling import estimate
 
@@ -223,20 +241,53 @@ def _estimate(options: argparse.Namespace) -> Any:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from osdp_ray.costs import explain_peaks, peak_table
     from osdp_ray.records.plan import Plan
 
     if not Path(options.plan).exists():
         raise UsageError(
             f"there is no plan {options.plan!r}. Make it by 'osdp plan profile.json --out {options.plan}'."
         )
-    plan, profile = Plan.load(options.plan), _load_profile(options.profile)
+    plan = Plan.load(options.plan)
+    if options.profile is None:
+        if options.memory:
+            raise UsageError("--memory plays the plan's step again. Give --profile the profile that it was made from.")
+        _write(json.dumps(plan.to_json(), indent=1) if options.json else _told_by(plan))
+        return 0
+    profile = _load_profile(options.profile)
     plan.require_profile(profile)
-    peaks = explain_peaks(profile, plan)
-    if options.json:
-        _write(json.dumps([dataclasses.asdict(peak) for peak in peaks], indent=1))
-    else:
-        _write(peak_table(peaks, plan.budget_bytes))
+    if options.memory:
+        from osdp_ray.costs import explain_peaks, peak_table
+
+        peaks = explain_peaks(profile, plan)
+        values = [dataclasses.asdict(peak) for peak in peaks]
+        _write(json.dumps(values, indent=1) if options.json else peak_table(peaks, plan.budget_bytes))
+        return 0
+    from osdp_ray.planning.explain import explain
+    from osdp_ray.planning.explain_table import explanation_table
+
+    explanation = explain(profile, plan)
+    values = dataclasses.asdict(explanation)
+    _write(json.dumps(values, indent=1) if options.json else explanation_table(plan, explanation))
+    return 0
+
+
+def _told_by(plan: Any) -> str:
+    """A plan's table with what was proven of it."""
+    from osdp_ray.planning.explain_table import proof_line
+
+    phases = plan.prediction.peak_by_phase
+    highest = max(phases, key=lambda phase: phases[phase])
+    hint = "Give --profile the profile that it was made from for the reason of every decision."
+    return f"{plan.table()}\n\nthe {highest} phase is the highest\n{proof_line(plan)}\n{hint}"
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from osdp_ray.planning.difference import difference_table, differences
+    from osdp_ray.records.plan import Plan
+
+    found = differences(Plan.load(options.first), Plan.load(options.second))
+    values = [dataclasses.asdict(difference) for difference in found]
+    _write(json.dumps(values, indent=1) if options.json else difference_table(found))
     return 0
 
 

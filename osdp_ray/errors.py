@@ -92,19 +92,21 @@ class WorkloadError(OsdpError):
 
 
 class InfeasibleError(OsdpError):
-    """No plan fits the budget."""
+    """No plan fits the budget. `holder` is the largest operator of what runs at the leanest plan's peak."""
 
-    def __init__(self, budget_bytes: int, leanest_bytes: int, phase: str, holder: str) -> None:
-        super().__init__(budget_bytes, leanest_bytes, phase, holder)
+    def __init__(self, budget_bytes: int, leanest_bytes: int, phase: str, holder: str, micro_batch: int = 0) -> None:
+        super().__init__(budget_bytes, leanest_bytes, phase, holder, micro_batch)
         self.budget_bytes, self.leanest_bytes, self.phase, self.holder = budget_bytes, leanest_bytes, phase, holder
+        self.micro_batch = micro_batch
 
     def __str__(self) -> str:
         missing_bytes = self.leanest_bytes - self.budget_bytes
+        batch = f"lower --micro-batch (it is {self.micro_batch}), " if self.micro_batch > 1 else ""
         return (
             f"no plan fits in {format_bytes(self.budget_bytes)} per device: the leanest one peaks at "
             f"{format_bytes(self.leanest_bytes)} in the {self.phase} phase, {format_bytes(missing_bytes)} too much, "
-            f"and {self.holder!r} holds most of it. Raise --memory-budget to at least "
-            f"{format_bytes_up(self.leanest_bytes)}, add workers, or lower --micro-batch."
+            f"and {self.holder!r} is the largest operator there. Raise --memory-budget to at least "
+            f"{format_bytes_up(self.leanest_bytes)}, {batch}or add workers."
         )
 
 

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
     from osdp_ray.records.profile import Precision
 
-_BUILT_IN = {"gpt": "osdp_ray.workloads.gpt:gpt", "hf": "osdp_ray.workloads.hf:hf"}
+_BUILT_IN = {
+    "gpt": "osdp_ray.workloads.gpt:gpt",
+    "hf": "osdp_ray.workloads.hf:hf",
+    "family": "osdp_ray.workloads.families:family",
+}
 
 
 class Workload:

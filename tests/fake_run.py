@@ -202,7 +202,7 @@ def make_plan(profile, *, budget_bytes=BUDGET_BYTES, micro_batch=1, samples_per_
         sections=(),
         prediction=prediction(800, samples_per_s),
         alternatives=(),
-        solver=SolverReport(solver="hand", status="optimal", gap_fraction=0.0, num_solves=1, num_cuts=0, solve_s=0.0),
+        solver=SolverReport(solver="hand", status="optimal", gap_fraction=0.0, num_solves=1, num_cuts=0),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-from osdp_ray.planning.menus import uniform_sections
+from osdp_ray.planning.choices import uniform_sections
 from osdp_ray.profiling.trace import Trace, trace
 from osdp_ray.records.plan import Choice, Plan, Synchronise
 from osdp_ray.records.profile import Precision, Profile, Recompute

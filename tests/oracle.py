@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity
 
-from osdp_ray.planning.menus import uniform_sections
+from osdp_ray.planning.choices import uniform_sections
 from osdp_ray.profiling.trace import Trace
 from osdp_ray.records.plan import Choice, Plan, Prediction, SectionPlan, SolverReport, Synchronise, Unit
 from osdp_ray.records.profile import Calibration, ComputeCost, LinkCost, OptimizerCost, Profile
@@ -124,7 +124,7 @@ def make_plan(
         sections=sections,
         prediction=nothing,
         alternatives=(),
-        solver=SolverReport(solver="none", status="optimal", gap_fraction=0.0, num_solves=0, num_cuts=0, solve_s=0.0),
+        solver=SolverReport(solver="none", status="optimal", gap_fraction=0.0, num_solves=0, num_cuts=0),
     )
 
 

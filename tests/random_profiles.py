@@ -3,10 +3,11 @@
 import dataclasses
 import random
 
-from osdp_ray.records.profile import FOREIGN, Operator, Profile, Section, SectionClass, SectionTrace
+from osdp_ray.records.profile import FOREIGN, GroupKind, Operator, Profile, Section, SectionClass, SectionTrace
 from tests.regenerate_golden import PROFILE
 
 HOOKS = range(2, 6)  # ENTER, EXIT, PRE_BACKWARD, POST_BACKWARD
+GROUPS: tuple[GroupKind, ...] = ("world", "node", "across")
 
 
 def base_profile() -> Profile:
@@ -14,19 +15,24 @@ def base_profile() -> Profile:
     return Profile.load(PROFILE)
 
 
-def random_profile(rng: random.Random, *, max_layers: int, merge: bool) -> Profile:
+def random_profile(
+    rng: random.Random, *, max_layers: int, merge: bool, whole_blocks: bool = False, nodes: bool = False
+) -> Profile:
     """Seconds over two decades, links over three, 1 to `max_layers` blocks, 2 to 8 ranks.
 
-    `merge` leaves the blocks two operators and stem and head one each, so that every plan can be enumerated.
+    `merge` leaves the blocks two operators (`whole_blocks`: one) and stem and head one each, so that every plan can be
+    enumerated. `nodes`: the ranks stand on two nodes of two. Every other profile communicates beside computation.
     """
     profile = base_profile()
     if merge:
-        profile = merged(profile)
+        profile = merged(profile, whole_blocks=whole_blocks)
     names = [f"blocks.{index}" for index in range(rng.randint(1, max_layers))]
     sections = (Section(name="stem", class_index=0), *(Section(name=n, class_index=1) for n in names))
     return dataclasses.replace(
         profile,
-        ranks_per_node=(rng.choice((2, 3, 4, 8)),),
+        ranks_per_node=(2, 2) if nodes else (rng.choice((2, 3, 4, 8)),),
+        overlaps=rng.random() < 0.5,
+        overlap_slowdown_fraction=rng.choice((0.0, 0.25)),
         sections=(*sections, Section(name="head", class_index=2)),
         compute=tuple(
             dataclasses.replace(
@@ -39,15 +45,22 @@ def random_profile(rng: random.Random, *, max_layers: int, merge: bool) -> Profi
             for cost in profile.compute
         ),
         links=tuple(
-            dataclasses.replace(link, latency_s=_log_uniform(rng, 1e-5, 1e-2), bytes_per_s=_log_uniform(rng, 1e7, 1e10))
+            dataclasses.replace(
+                link,
+                group=group,
+                latency_s=_log_uniform(rng, 1e-5, 1e-2),
+                bytes_per_s=_log_uniform(rng, 1e7, 1e10),
+            )
             for link in profile.links
+            for group in (GROUPS if nodes else GROUPS[:1])
         ),
     )
 
 
-def merged(profile: Profile) -> Profile:
-    """Attention and MLP of a block become one operator each; so do all operators of stem and of head."""
-    groups = [((range(len(profile.classes[0].operators))),), (range(3), range(3, 6)), (range(2),)]
+def merged(profile: Profile, *, whole_blocks: bool = False) -> Profile:
+    """Attention and MLP of a block become one operator each, or one together; so do all of stem and of head."""
+    block = (range(6),) if whole_blocks else (range(3), range(3, 6))
+    groups = [((range(len(profile.classes[0].operators))),), block, (range(2),)]
     owners = [{old: new for new, olds in enumerate(rows) for old in olds} for rows in groups]
     classes = tuple(_merge_class(section, rows) for section, rows in zip(profile.classes, groups, strict=True))
     traces, evaluation = (

@@ -6,26 +6,34 @@ import dataclasses
 from typing import TypedDict
 
 from osdp_ray.costs.device import held_beside, tensor_budget_bytes
-from osdp_ray.costs.ledger import Holding, PhasePeak, explain_peaks, peak_table
-from osdp_ray.costs.levels import SectionBytes, StepBytes
+from osdp_ray.costs.ledger import Holding, PhasePeak, explain_peaks, explain_section_peaks, peak_table
+from osdp_ray.costs.levels import PassBytes, SectionBytes, StepBytes
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import table_of
-from osdp_ray.costs.seconds import SectionSeconds, section_seconds, step_seconds
-from osdp_ray.costs.steps import evaluation_bytes, simulate_bytes, simulate_sections
-from osdp_ray.costs.units import UnitBytes
+from osdp_ray.costs.seconds import SectionSeconds, UnitSeconds, section_seconds, unit_seconds
+from osdp_ray.costs.steps import evaluation_bytes, num_rounds, simulate_bytes, simulate_sections, unit_state_bytes
+from osdp_ray.costs.streams import beside, overlapped_s, step_seconds
+from osdp_ray.costs.units import WEIGHTLESS, UnitBytes
 from osdp_ray.records.plan import Plan, Prediction, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 __all__ = [
+    "WEIGHTLESS",
     "Holding",
+    "PassBytes",
     "PhasePeak",
     "SectionBytes",
     "SectionSeconds",
     "StepBytes",
     "StepSimulator",
     "UnitBytes",
+    "UnitSeconds",
+    "beside",
     "explain_peaks",
+    "explain_section_peaks",
     "held_beside",
+    "num_rounds",
+    "overlapped_s",
     "peak_table",
     "predict",
     "predict_sections",
@@ -35,6 +43,8 @@ __all__ = [
     "step_seconds",
     "table_of",
     "tensor_budget_bytes",
+    "unit_seconds",
+    "unit_state_bytes",
 ]
 
 

@@ -10,7 +10,7 @@ from osdp_ray.costs.levels import PHASES
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import EVALUATION
 from osdp_ray.costs.steps import persistent_bytes, play_evaluation, play_step
-from osdp_ray.records.plan import Plan
+from osdp_ray.records.plan import Plan, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 from osdp_ray.schema import format_table
 from osdp_ray.units import format_bytes
@@ -37,14 +37,32 @@ class PhasePeak:
 
 def explain_peaks(profile: Profile, plan: Plan) -> tuple[PhasePeak, ...]:
     """The peaks of all phases of a plan, in their order."""
-    ledger = _Ledger(profile, plan)
-    play_step(ledger, plan.micro_batch, plan.accumulation, plan.synchronise)
-    noted = [ledger.noted[phase] for phase in PHASES if phase in ledger.noted]
-    if profile.evaluation:
-        ledger = _Ledger(profile, plan)
-        play_evaluation(ledger, plan.micro_batch)
-        noted.append(ledger.noted[EVALUATION])
-    return tuple(noted)
+    noted = explain_section_peaks(
+        profile,
+        plan.sections,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        synchronise=plan.synchronise,
+    )
+    if not profile.evaluation:
+        return noted
+    ledger = _Ledger(profile, plan.sections, plan.micro_batch)
+    play_evaluation(ledger, plan.micro_batch)
+    return (*noted, ledger.noted[EVALUATION])
+
+
+def explain_section_peaks(
+    profile: Profile,
+    sections: tuple[SectionPlan, ...],
+    *,
+    micro_batch: int,
+    accumulation: int,
+    synchronise: Synchronise = "every",
+) -> tuple[PhasePeak, ...]:
+    """The same of a step, for decisions that are not in a plan yet."""
+    ledger = _Ledger(profile, sections, micro_batch)
+    play_step(ledger, micro_batch, accumulation, synchronise)
+    return tuple(ledger.noted[phase] for phase in PHASES if phase in ledger.noted)
 
 
 def peak_table(peaks: tuple[PhasePeak, ...], budget_bytes: int, *, num_holdings: int = 6) -> str:
@@ -68,14 +86,14 @@ def peak_table(peaks: tuple[PhasePeak, ...], budget_bytes: int, *, num_holdings:
 class _Ledger(StepSimulator):
     """Attributes every change of `live` that comes from a section's own events to that section."""
 
-    def __init__(self, profile: Profile, plan: Plan) -> None:
+    def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], micro_batch: int) -> None:
         self.noted: dict[str, PhasePeak] = {}
         self.activations: dict[int, int] = {}
         self.position = -1
         self.persistent = self.momentary = 0
-        self.batch_bytes = plan.micro_batch * profile.batch_bytes_per_sample
+        self.batch_bytes = micro_batch * profile.batch_bytes_per_sample
         self._peak = 0
-        super().__init__(profile, plan.sections, tuple(section.class_index for section in profile.sections))
+        super().__init__(profile, sections, tuple(section.class_index for section in profile.sections))
         self.persistent = persistent_bytes(self)
 
     @property

@@ -22,13 +22,20 @@ class SectionBytes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PassBytes:
+    """One micro-batch. `forward[i]` and `backward[i]` belong to the plan's section i."""
+
+    forward: tuple[SectionBytes, ...]
+    backward: tuple[SectionBytes, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """What one step holds. `forward[i]` and `backward[i]` belong to the plan's section i (of the last micro-batch)."""
+    """What one step holds. `passes` are its micro-batches, as many of them as differ."""
 
     persistent_bytes: int
     peak_by_phase: dict[str, int]
-    forward: tuple[SectionBytes, ...]
-    backward: tuple[SectionBytes, ...]
+    passes: tuple[PassBytes, ...]
 
     @property
     def peak_bytes(self) -> int:

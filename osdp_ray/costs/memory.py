@@ -31,6 +31,7 @@ class StepSimulator(Fsdp2):
     def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], class_indices: tuple[int, ...]) -> None:
         super().__init__(profile)
         self.sections, self.class_indices = sections, class_indices
+        self.times = (1,) * len(sections)  # how many sections of the model each one stands for
         self.table = table_of(profile)
         self.by_operator: list[dict[int, PlayedUnit]] = []
         for section, class_index in zip(sections, class_indices, strict=True):

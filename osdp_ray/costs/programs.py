@@ -6,7 +6,7 @@ numbers: how much is live after it, and the highest on the way. A Table keeps wh
 
 import dataclasses
 from collections.abc import Collection
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from osdp_ray.costs.units import GRANULE_BYTES, UnitBytes, round_up, unit_bytes
 from osdp_ray.records.plan import Unit
@@ -52,6 +52,7 @@ class Table:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._passes: dict[tuple[object, ...], Pass] = {}
+        self.kept: dict[tuple[object, ...], Any] = {}  # what else is worked out once per profile, by what and of what
         self._units: dict[tuple[int, Unit], UnitBytes] = {}
         self._traces: dict[tuple[int, str], SectionTrace] = {
             **{(trace.class_index, trace.recompute): trace for trace in profile.traces},

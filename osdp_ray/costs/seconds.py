@@ -1,105 +1,120 @@
-"""Seconds of a step, by phase: forward, backward (with recomputation), communication, optimizer.
-
-Backends without streams (gloo on CPU) run gathers and scatters between the computations, so a step is the sum:
-
-    accumulation * sum over sections (forward + backward [+ what is recomputed] + its units' collectives)
-    + optimizer
+"""Seconds of a section in one micro-batch, by what they are spent on; `streams.py` puts them in a row.
 
 A unit's collectives per micro-batch: a gather before forward and, if it was freed, one before backward; then a
 reduce-scatter (world), an all-reduce (none), or a reduce-scatter inside the node and an all-reduce across nodes
-(node). FSDP2 copies gathered parameters out of, and gradients into, flat buffers; a replicated unit copies too.
+(node). FSDP2 copies gathered parameters out of, and gradients into, flat buffers; a replicated unit copies too. Copies
+are computation: they take turns with it wherever communication runs.
 """
 
 import dataclasses
 
 from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.units import UnitBytes
-from osdp_ray.records.plan import Choice, SectionPlan, Synchronise
+from osdp_ray.records.plan import Choice, SectionPlan, Unit
 from osdp_ray.records.profile import GroupKind, Profile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SectionSeconds:
-    """Seconds of one section in one micro-batch, and of its share of the optimizer's step."""
+class UnitSeconds:
+    """Seconds of one unit in one micro-batch, and of its share of the optimizer's step.
+
+    gather_...  on the link, before forward and before backward; copy_... out of flat buffers, in the same passes
+    reduce_s    on the link, after backward; copy_reduce_s into flat buffers
+    """
+
+    gather_forward_s: float = 0.0
+    gather_backward_s: float = 0.0
+    copy_forward_s: float = 0.0
+    copy_backward_s: float = 0.0
+    reduce_s: float = 0.0
+    copy_reduce_s: float = 0.0
+    optimizer_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SectionSeconds(UnitSeconds):
+    """The same of a section: the sums over its units, and its computing. `backward_s` recomputes too."""
 
     forward_s: float
     backward_s: float
-    gather_s: float
-    reduce_s: float
-    optimizer_s: float
 
-    def step_s(self, accumulation: int) -> float:
-        """Of a step that reduces gradients in every micro-batch."""
-        return accumulation * (self.forward_s + self.backward_s + self.gather_s + self.reduce_s) + self.optimizer_s
+    def pass_s(self, *, reduces: bool) -> float:
+        """Of a micro-batch in which communication and computation take turns."""
+        seconds = self.forward_s + self.backward_s + self.gather_forward_s + self.gather_backward_s
+        seconds += self.copy_forward_s + self.copy_backward_s
+        return seconds + self.reduce_s + self.copy_reduce_s if reduces else seconds
+
+    def forward_busy_s(self) -> float:
+        """What its forward keeps the computing stream busy for."""
+        return self.forward_s + self.copy_forward_s
+
+    def backward_busy_s(self, *, reduces: bool) -> float:
+        """The same of its backward."""
+        return self.backward_s + self.copy_backward_s + (self.copy_reduce_s if reduces else 0.0)
 
 
 def section_seconds(profile: Profile, class_index: int, section: SectionPlan, micro_batch: int) -> SectionSeconds:
     """Seconds of a section of a class under its plan."""
+    kept = table_of(profile).kept
+    key = ("section_seconds", class_index, section.units, section.recompute, micro_batch)
+    if key not in kept:
+        kept[key] = _section_seconds(profile, class_index, section, micro_batch)
+    found: SectionSeconds = kept[key]
+    return found
+
+
+def _section_seconds(profile: Profile, class_index: int, section: SectionPlan, micro_batch: int) -> SectionSeconds:
     cost, factor = profile.compute[class_index], profile.calibration.compute_factor
-    table = table_of(profile)
-    forward_s = cost.forward_s(micro_batch) * factor
-    backward_s = cost.backward_s(micro_batch) * factor
-    backward_s += cost.recompute_s(section.recompute, micro_batch) * factor
-    gather_s = reduce_s = optimizer_s = 0.0
+    backward_s = cost.backward_s(micro_batch) + cost.recompute_s(section.recompute, micro_batch)
+    sums = dict.fromkeys((field.name for field in dataclasses.fields(UnitSeconds)), 0.0)
     for unit in section.units:
-        sizes = table.unit_bytes(class_index, unit)
-        gather_s += _gather_seconds(profile, unit.choice, sizes)
-        reduce_s += _reduce_seconds(profile, unit.choice, sizes)
-        optimizer_s += (
-            sizes.gradient_bytes * profile.optimizer.step_s_per_byte
-            + sizes.num_trainable * profile.optimizer.step_s_per_tensor
-        )
+        seconds = unit_seconds(profile, class_index, unit)
+        for name in sums:
+            sums[name] += getattr(seconds, name)
+    return SectionSeconds(forward_s=cost.forward_s(micro_batch) * factor, backward_s=backward_s * factor, **sums)
+
+
+def unit_seconds(profile: Profile, class_index: int, unit: Unit) -> UnitSeconds:
+    """Seconds of a unit of a section of a class; no micro-batch changes them."""
+    kept = table_of(profile).kept
+    key = ("unit_seconds", class_index, unit)
+    if key not in kept:
+        kept[key] = _unit_seconds(profile, unit.choice, table_of(profile).unit_bytes(class_index, unit))
+    found: UnitSeconds = kept[key]
+    return found
+
+
+def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> UnitSeconds:
     factor = profile.calibration.communication_factor
-    return SectionSeconds(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        gather_s=gather_s * factor,
-        reduce_s=reduce_s * factor,
-        optimizer_s=optimizer_s,
+    copy_s = sizes.gathered_bytes / profile.copy_bytes_per_s * factor
+    gather_s = 0.0
+    if sizes.group_size > 1:
+        gather_s = _collective(profile, _group(choice), "all_gather", sizes.flat_bytes) * factor
+    reduce_copies = 2 if sizes.group_size == 1 else 1
+    return UnitSeconds(
+        gather_forward_s=gather_s,
+        gather_backward_s=gather_s if choice.regather else 0.0,
+        copy_forward_s=copy_s,
+        copy_backward_s=copy_s if choice.regather else 0.0,
+        reduce_s=_reduce_s(profile, choice, sizes) * factor,
+        copy_reduce_s=reduce_copies * sizes.reduce_bytes / profile.copy_bytes_per_s * factor,
+        optimizer_s=sizes.gradient_bytes * profile.optimizer.step_s_per_byte
+        + sizes.num_trainable * profile.optimizer.step_s_per_tensor,
     )
 
 
-def step_seconds(
-    profile: Profile,
-    sections: tuple[SectionPlan, ...],
-    *,
-    micro_batch: int,
-    accumulation: int,
-    synchronise: Synchronise = "every",
-) -> dict[str, float]:
-    """Seconds of a step by phase."""
-    num_reductions = accumulation if synchronise == "every" else 1
-    phases = dict.fromkeys(("forward", "backward", "communication", "optimizer"), 0.0)
-    for section, described in zip(sections, profile.sections, strict=True):
-        seconds = section_seconds(profile, described.class_index, section, micro_batch)
-        phases["forward"] += accumulation * seconds.forward_s
-        phases["backward"] += accumulation * seconds.backward_s
-        phases["communication"] += accumulation * seconds.gather_s + num_reductions * seconds.reduce_s
-        phases["optimizer"] += seconds.optimizer_s
-    return phases
-
-
-def _gather_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> float:
-    """Gathers of one unit in one micro-batch, and the copies out of their flat buffers."""
-    num_gathers = 2 if choice.regather else 1
-    seconds = sizes.gathered_bytes / profile.copy_bytes_per_s
-    if sizes.group_size > 1:
-        group: GroupKind = "node" if choice.shard_over == "node" else "world"
-        seconds += _collective(profile, group, "all_gather", sizes.flat_bytes)
-    return num_gathers * seconds
-
-
-def _reduce_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> float:
-    """The reduction of one unit's gradients, and the copy into its flat buffer."""
-    seconds = sizes.reduce_bytes / profile.copy_bytes_per_s
+def _reduce_s(profile: Profile, choice: Choice, sizes: UnitBytes) -> float:
+    """The reduction of one unit's gradients on the links."""
     if choice.shard_over == "none" or sizes.group_size == 1:
-        seconds += sizes.reduce_bytes / profile.copy_bytes_per_s
-        return seconds + _collective(profile, "world", "all_reduce", sizes.reduce_bytes)
-    group: GroupKind = "node" if choice.shard_over == "node" else "world"
-    seconds += _collective(profile, group, "reduce_scatter", sizes.reduce_bytes)
-    if group == "node":
+        return _collective(profile, "world", "all_reduce", sizes.reduce_bytes)
+    seconds = _collective(profile, _group(choice), "reduce_scatter", sizes.reduce_bytes)
+    if choice.shard_over == "node":
         seconds += _collective(profile, "across", "all_reduce", sizes.gradient_bytes)
     return seconds
+
+
+def _group(choice: Choice) -> GroupKind:
+    return "node" if choice.shard_over == "node" else "world"
 
 
 def _collective(profile: Profile, group: GroupKind, name: str, num_bytes: int) -> float:

@@ -1,12 +1,15 @@
 """Whole steps, played by the simulator: what a plan's step holds between steps and at its highest, by phase."""
 
 import dataclasses
+from collections.abc import Callable
 
-from osdp_ray.costs.levels import StepBytes
+from osdp_ray.costs.levels import PassBytes, StepBytes
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import EVALUATION
+from osdp_ray.costs.runs import RowSimulator
+from osdp_ray.costs.units import UnitBytes
 from osdp_ray.records.plan import Plan, SectionPlan, Synchronise
-from osdp_ray.records.profile import Profile
+from osdp_ray.records.profile import OptimizerCost, Profile
 
 
 def simulate_bytes(
@@ -44,7 +47,7 @@ def simulate_sections(
 ) -> StepBytes:
     """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
     class_indices = tuple(section.class_index for section in profile.sections)
-    simulator = StepSimulator(profile, sections, class_indices)
+    simulator = RowSimulator(profile, sections, class_indices)
     return play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, clips=clips, rank=rank)
 
 
@@ -65,18 +68,20 @@ def play_step(
     if is_first:
         persistent -= state
     simulator.live = simulator.peak = persistent
-    rounds = min(accumulation, 2 if synchronise == "every" else 3)  # later ones repeat the ones before
+    rounds = num_rounds(accumulation, synchronise)
+    passes = []
     for number in range(1, rounds + 1):
         forward, backward = simulator.play_micro_batch(
             micro_batch, synchronises=synchronise == "every" or number == rounds
         )
+        passes.append(PassBytes(forward=tuple(forward), backward=tuple(backward)))
     simulator._enter_phase("optimizer")
+    trainable = _total(simulator, lambda size: size.gradient_bytes)
     sizes = [unit.sizes for units in simulator.units for unit in units]
-    trainable = sum(size.gradient_bytes for size in sizes)
     largest = max((size.largest_trainable_bytes for size in sizes), default=0)
     optimizer = profile.optimizer
     if clips:
-        simulator._touch(clipping_bytes(sum(size.num_trainable for size in sizes)))
+        simulator._touch(clipping_bytes(_total(simulator, lambda size: size.num_trainable)))
     if is_first:
         simulator._alloc(state)
     simulator._alloc(round(largest * optimizer.step_bytes_per_largest + trainable * optimizer.step_bytes_per_total))
@@ -85,9 +90,13 @@ def play_step(
     return StepBytes(
         persistent_bytes=persistent,
         peak_by_phase={phase: peak + offset for phase, peak in simulator.peaks.items()},
-        forward=tuple(forward),
-        backward=tuple(backward),
+        passes=tuple(passes),
     )
+
+
+def num_rounds(accumulation: int, synchronise: Synchronise) -> int:
+    """How many micro-batches of a step differ; later ones repeat the ones before."""
+    return min(accumulation, 2 if synchronise == "every" else 3)
 
 
 def clipping_bytes(num_tensors: int) -> int:
@@ -105,7 +114,7 @@ def evaluation_bytes(
     if not profile.evaluation:
         return {}
     class_indices = tuple(section.class_index for section in profile.sections)
-    simulator = StepSimulator(profile, sections, class_indices)
+    simulator = RowSimulator(profile, sections, class_indices)
     play_evaluation(simulator, micro_batch, rank)
     return {EVALUATION: simulator.peaks[EVALUATION] + profile.calibration.peak_offset_bytes}
 
@@ -119,17 +128,23 @@ def play_evaluation(simulator: StepSimulator, micro_batch: int, rank: int = 0) -
 
 def persistent_bytes(simulator: StepSimulator, rank: int = 0) -> int:
     """What a rank holds between steps: shards, which FSDP2 pads, optimizer state, which is not padded, and buffers."""
-    shards = sum(unit.sizes.shard_bytes for units in simulator.units for unit in units)
+    shards = _total(simulator, lambda size: size.shard_bytes)
     return shards + state_bytes(simulator, rank) + simulator.profile.buffer_bytes
 
 
 def state_bytes(simulator: StepSimulator, rank: int = 0) -> int:
     """The optimizer's state on a rank: where a dimension does not divide by the group, the last ranks hold less."""
     optimizer = simulator.profile.optimizer
-    total = 0
-    for units in simulator.units:
-        for unit in units:
-            local = unit.sizes.local_bytes(rank % unit.sizes.group_size)
-            total += round(local * optimizer.state_bytes_per_byte)
-            total += unit.sizes.num_trainable * optimizer.state_bytes_per_tensor
-    return total
+    return _total(simulator, lambda size: unit_state_bytes(size, optimizer, rank))
+
+
+def _total(simulator: StepSimulator, figure: Callable[[UnitBytes], int]) -> int:
+    """The sum of a figure over the units of the model."""
+    played = zip(simulator.units, simulator.times, strict=True)
+    return sum(times * figure(unit.sizes) for units, times in played for unit in units)
+
+
+def unit_state_bytes(sizes: UnitBytes, optimizer: OptimizerCost, rank: int = 0) -> int:
+    """The optimizer's state of one unit on a rank."""
+    local = sizes.local_bytes(rank % sizes.group_size)
+    return round(local * optimizer.state_bytes_per_byte) + sizes.num_trainable * optimizer.state_bytes_per_tensor

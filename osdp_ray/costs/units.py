@@ -1,6 +1,7 @@
 """Bytes of an FSDP unit: what a choice does to the parameters of the operators that share it."""
 
 import dataclasses
+from typing import Any
 
 from osdp_ray.records.plan import ShardOver, Unit
 from osdp_ray.records.profile import DeviceKind, Parameter, Precision, SectionClass
@@ -138,3 +139,8 @@ def _accumulate_peak(parameters: list[Parameter], compute_bytes: int) -> int:
         highest = max(highest, parameter.num_bytes - freed)
         freed += parameter.numel * compute_bytes
     return highest
+
+
+# A unit that holds nothing: what is left of a section's bytes is its activations.
+_NOTHING: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(UnitBytes)), 0)
+WEIGHTLESS = UnitBytes(**_NOTHING | {"group_size": 1, "full_per_gradient": 1.0, "trainable": ()})

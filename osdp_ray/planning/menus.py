@@ -1,180 +1,319 @@
-"""The menu: every way to run a section of a class, with its bytes by lifetime and its seconds, dominated ones dropped.
+"""The menu: every way to run a section of a class, with its seconds and its bytes by lifetime.
 
-A recipe is one choice per operator and one way to recompute. Its bytes are read off the step simulator, once between
-neighbours that hold nothing and once between neighbours of the same recipe.
+A column of a menu is an assignment of choices (`choices.assignments`) with a way to recompute. Most of its figures are
+sums over its units, so they are worked out for all columns at once, as arrays. The highest bytes within a section need
+the step simulator: `measured` plays the columns that matter, once between neighbours that hold nothing and once
+between neighbours of the same column. Until then they are those of a section without units: too low, never too high.
 """
 
 import dataclasses
-import itertools
+from typing import Any
 
-from osdp_ray.costs import SectionBytes, StepSimulator, section_seconds, table_of
-from osdp_ray.records.plan import Choice, SectionPlan, Unit
-from osdp_ray.records.profile import Profile, Recompute, SectionClass
+import numpy as np
+import numpy.typing as npt
 
-DP = Choice(shard_over="none", regather=True)  # FSDP2 copies replicated parameters; copying again costs no link
-ZERO2 = Choice(shard_over="world", regather=False)
-ZERO3 = Choice(shard_over="world", regather=True)
-CHOICES = (DP, ZERO2, ZERO3)
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-_SMALL_FRACTION = 0.05  # operators below this share of their section's parameters follow its first unit
+from osdp_ray.costs import (
+    WEIGHTLESS,
+    StepSimulator,
+    num_rounds,
+    section_seconds,
+    table_of,
+    unit_seconds,
+    unit_state_bytes,
+)
+from osdp_ray.planning.choices import CHOICES, RECOMPUTES, assignments, choices_of, uniform_section
+from osdp_ray.records.plan import SectionPlan, Synchronise, Unit
+from osdp_ray.records.profile import Profile, Recompute
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One way to run the sections of a class. Levels are those of costs.SectionBytes.
+class StepShape:
+    """What is decided for a whole step beside the sections."""
 
-    persistent_bytes  held between steps
-    kept_bytes        what its forward adds to the level
-    gradient_bytes    what is left of it above the level after its backward
-    forward_bytes     highest in its forward, above the level before it, without any buffer of a neighbour
-    backward_bytes    the same of its backward (its own kept bytes are below that level)
-    inner_forward_bytes, inner_backward_bytes  the same between neighbours of the same recipe
-    """
-
-    units: tuple[Unit, ...]
-    recompute: Recompute
-    seconds: float
-    persistent_bytes: int
-    kept_bytes: int
-    gradient_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    inner_forward_bytes: int
-    inner_backward_bytes: int
-
-    def section(self, name: str, *, is_block: bool) -> SectionPlan:
-        return SectionPlan(name=name, is_block=is_block, recompute=self.recompute, units=self.units)
+    micro_batch: int
+    accumulation: int
+    synchronise: Synchronise = "every"
 
     @property
-    def order(self) -> tuple[object, ...]:
-        """Canonical order along the model: recomputed blocks first, those that keep most last."""
-        choices = tuple((unit.choice.shard_over, unit.choice.regather, unit.operators) for unit in self.units)
-        return (-RECOMPUTES.index(self.recompute), self.kept_bytes, self.persistent_bytes, choices)
+    def num_reducing(self) -> int:
+        """Micro-batches that reduce their gradients."""
+        return self.accumulation if self.synchronise == "every" else 1
+
+    @property
+    def backwards(self) -> tuple[tuple[int, bool], ...]:
+        """(how many micro-batches, whether they reduce), each kind once."""
+        kinds = ((self.num_reducing, True), (self.accumulation - self.num_reducing, False))
+        return tuple(kind for kind in kinds if kind[0])
+
+    @property
+    def num_passes(self) -> int:
+        """Micro-batches whose bytes can be the highest: the last, and the one before where gradients wait whole."""
+        return 2 if self.synchronise == "last" and self.accumulation > 1 else 1
 
 
-def group_units(section_class: SectionClass, choices: dict[str, Choice]) -> tuple[Unit, ...]:
-    """Operators with equal choices share a unit. In a block the unit with most parameters comes first (its door)."""
-    groups: dict[Choice, list[int]] = {}
-    for index, operator in enumerate(section_class.operators):
-        groups.setdefault(choices[operator.name], []).append(index)
-    if section_class.is_block:
-        weight = {choice: sum(map(section_class.operator_bytes, members)) for choice, members in groups.items()}
-        ordered = sorted(groups, key=lambda choice: -weight[choice])
-    else:
-        ordered = list(groups)
-    return tuple(
-        Unit(
-            operators=tuple(section_class.operators[index].name for index in groups[choice]),
-            modules=tuple(name for index in groups[choice] for name in section_class.operators[index].modules),
-            choice=choice,
-        )
-        for choice in ordered
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassFigures:
+    """Bytes of a section in one micro-batch. Levels are those of costs.SectionBytes.
 
-
-def uniform_section(section_class: SectionClass, name: str, choice: Choice, recompute: Recompute) -> SectionPlan:
-    """A section in which every operator makes the same choice."""
-    units = group_units(section_class, {operator.name: choice for operator in section_class.operators})
-    kept = recompute if section_class.is_block else "none"
-    return SectionPlan(name=name, is_block=section_class.is_block, recompute=kept, units=units)
-
-
-def uniform_sections(profile: Profile, choice: Choice, recompute: Recompute) -> tuple[SectionPlan, ...]:
-    """A whole model in which every operator makes the same choice."""
-    return tuple(
-        uniform_section(profile.classes[section.class_index], section.name, choice, recompute)
-        for section in profile.sections
-    )
-
-
-def build_menu(profile: Profile, class_index: int, *, micro_batch: int, accumulation: int) -> tuple[Recipe, ...]:
-    """All recipes of a class at a micro-batch that no other one beats or equals in every figure."""
-    section_class = profile.classes[class_index]
-    recomputes = RECOMPUTES if section_class.is_block else RECOMPUTES[:1]
-    recipes = []
-    for units in _unit_choices(section_class):
-        for recompute in recomputes:
-            section = SectionPlan(name="", is_block=section_class.is_block, recompute=recompute, units=units)
-            recipes.append(_measure(profile, class_index, section, micro_batch, accumulation))
-    return _undominated(recipes)
-
-
-def _unit_choices(section_class: SectionClass) -> list[tuple[Unit, ...]]:
-    """Every assignment of choices to the large operators; the small ones follow the first unit's choice."""
-    total = section_class.parameter_bytes
-    operators = section_class.operators
-    large = [i for i in range(len(operators)) if section_class.operator_bytes(i) >= _SMALL_FRACTION * total]
-    assignments = []
-    for combination in itertools.product(CHOICES, repeat=len(large)):
-        choices = {operators[index].name: choice for index, choice in zip(large, combination, strict=True)}
-        weight: dict[Choice, int] = {}
-        for index, choice in zip(large, combination, strict=True):
-            weight[choice] = weight.get(choice, 0) + section_class.operator_bytes(index)
-        leading = max(weight, key=lambda choice: weight[choice]) if weight else CHOICES[0]
-        whole = {operator.name: choices.get(operator.name, leading) for operator in operators}
-        assignments.append(group_units(section_class, whole))
-    return assignments
-
-
-def _measure(profile: Profile, class_index: int, section: SectionPlan, micro_batch: int, accumulation: int) -> Recipe:
-    seconds = section_seconds(profile, class_index, section, micro_batch).step_s(accumulation)
-    sizes = [table_of(profile).unit_bytes(class_index, unit) for unit in section.units]
-    optimizer = profile.optimizer
-    state_bytes = sum(
-        round(size.gradient_bytes * optimizer.state_bytes_per_byte)
-        + size.num_trainable * optimizer.state_bytes_per_tensor
-        for size in sizes
-    )
-    shard_bytes = sum(size.shard_bytes for size in sizes)
-    held_gradients = sum(size.gradient_bytes for size in sizes)
-    shape = (profile, class_index, section, micro_batch, accumulation)
-    forward, backward = _levels(*shape, inner=False)
-    kept_bytes = forward.after_bytes - forward.before_bytes
-    figures = (forward.peak_bytes - forward.before_bytes, backward.peak_bytes - backward.before_bytes)
-    inner = figures
-    if section.is_block:
-        inner_forward, inner_backward = _levels(*shape, inner=True)
-        inner = (
-            inner_forward.peak_bytes - inner_forward.before_bytes,
-            inner_backward.peak_bytes - inner_backward.before_bytes,
-        )
-    return Recipe(
-        units=section.units,
-        recompute=section.recompute,
-        seconds=seconds,
-        # Gradients of the first micro-batch stay through the second one.
-        persistent_bytes=shard_bytes + state_bytes + (held_gradients if accumulation > 1 else 0),
-        kept_bytes=kept_bytes,
-        gradient_bytes=backward.after_bytes - backward.before_bytes + kept_bytes,
-        forward_bytes=figures[0],
-        backward_bytes=figures[1],
-        inner_forward_bytes=inner[0],
-        inner_backward_bytes=inner[1],
-    )
-
-
-def _levels(
-    profile: Profile, class_index: int, section: SectionPlan, micro_batch: int, accumulation: int, *, inner: bool
-) -> tuple[SectionBytes, SectionBytes]:
-    """The section's forward and backward in the last micro-batch, between neighbours of its recipe or without units.
-
-    Neighbours without units keep what passes between sections right, and add nothing of their own.
+    base      what earlier micro-batches left of it
+    kept      what its forward adds to the level
+    after     what is left of that above the level after its backward
+    forward   highest in its forward, above the level before it, without any buffer of a neighbour
+    backward  the same of its backward (its own kept bytes are below that level)
+    inner_... the same between neighbours of the same column
     """
+
+    base: int
+    kept: int
+    after: int
+    forward: int
+    backward: int
+    inner_forward: int
+    inner_backward: int
+
+
+class Menu:
+    """All columns of a class at a step shape. Column `k * num_assignments + a` recomputes RECOMPUTES[k].
+
+    persistent  bytes held between steps             reduced  bytes of its gradients at the optimizer's step
+    base, kept, after, forward, backward  arrays [pass, column] of PassFigures, transients too low
+    seconds     by name of UnitSeconds and 'forward', 'backward': of one micro-batch
+    """
+
+    def __init__(self, profile: Profile, class_index: int, shape: StepShape) -> None:
+        self.profile, self.class_index, self.shape = profile, class_index, shape
+        self.is_block = profile.classes[class_index].is_block
+        self.recomputes: tuple[Recompute, ...] = RECOMPUTES if self.is_block else RECOMPUTES[:1]
+        self.parts = _parts(profile, class_index)
+        self.num_columns = len(self.parts.units) * len(self.recomputes)
+        self._measured: dict[int, tuple[PassFigures, ...]] = {}
+        self._tile()
+
+    def _tile(self) -> None:
+        times = len(self.recomputes)
+
+        def tiled(values: Floats) -> Floats:
+            return np.tile(values, times)
+
+        def by_recompute(values: list[float]) -> Floats:
+            return np.repeat(np.array(values, dtype=float), len(self.parts.units))
+
+        shape, parts = self.shape, self.parts
+        self.persistent, self.reduced = tiled(parts.persistent), tiled(parts.reduced)
+        self.num_units = tiled(parts.num_units)
+        bare = [self._bare(recompute) for recompute in self.recomputes]
+        columns: dict[str, list[Floats]] = {name: [] for name in ("base", "kept", "after", "forward", "backward")}
+        whole, held = tiled(parts.whole), tiled(parts.held)
+        for number in range(shape.num_passes):
+            is_last = number == shape.num_passes - 1
+            waits = shape.accumulation > (1 if is_last else 2)
+            waiting = whole if shape.synchronise == "last" else self.reduced
+            base = waiting if waits else np.zeros(self.num_columns)
+            left = self.reduced if is_last and not (waits and shape.synchronise == "every") else np.zeros_like(base)
+            if not is_last:
+                left = np.zeros_like(base) if waits else whole
+            elif shape.synchronise == "last":
+                left = left - base
+            least = {name: by_recompute([getattr(figures, name) for figures in bare]) for name in columns}
+            columns["base"].append(base)
+            columns["kept"].append(least["kept"] + held)
+            columns["after"].append(least["after"] + left)
+            columns["forward"].append(least["forward"] + held)
+            columns["backward"].append(least["backward"])
+        if not self.is_block or self.profile.sections[0].class_index == self.class_index:
+            self._correct_after(columns["after"])
+        self.base, self.kept, self.after, self.forward, self.backward = (np.array(rows) for rows in columns.values())
+        self.seconds = {name: tiled(values) for name, values in parts.seconds.items()}
+        plain = [
+            section_seconds(self.profile, self.class_index, self.section_of((), recompute), shape.micro_batch)
+            for recompute in self.recomputes
+        ]
+        self.seconds["forward"] = by_recompute([seconds.forward_s for seconds in plain])
+        self.seconds["backward"] = by_recompute([seconds.backward_s for seconds in plain])
+
+    def _correct_after(self, rows: list[Floats]) -> None:
+        """Gradients of what runs first may be reduced behind the section's end, so less or more is left of it."""
+        for number, row in enumerate(rows):
+            surplus = [row[column] - self.measured(column)[number].after for column in self.uniform_columns()]
+            row -= max(0.0, *surplus)
+
+    def section_of(self, units: tuple[Unit, ...], recompute: Recompute, name: str = "") -> SectionPlan:
+        return SectionPlan(name=name, is_block=self.is_block, recompute=recompute, units=units)
+
+    def section(self, column: int, name: str = "") -> SectionPlan:
+        """What a section of a column does."""
+        number, assignment = divmod(column, len(self.parts.units))
+        return self.section_of(self.parts.units[assignment], self.recomputes[number], name)
+
+    def uniform_columns(self) -> list[int]:
+        """Columns in which all operators choose alike."""
+        alike = [a for a, units in enumerate(self.parts.units) if len(units) < 2]
+        return [k * len(self.parts.units) + a for k in range(len(self.recomputes)) for a in alike]
+
+    def measured(self, column: int) -> tuple[PassFigures, ...]:
+        """Exact figures of a column, by pass."""
+        if column not in self._measured:
+            section = self.section(column)
+            alone = self._levels(section, inner=False)
+            inner = self._levels(section, inner=True) if self.is_block else alone
+            self._measured[column] = tuple(
+                dataclasses.replace(one, inner_forward=other.forward, inner_backward=other.backward)
+                for one, other in zip(alone, inner, strict=True)
+            )
+        return self._measured[column]
+
+    def _bare(self, recompute: Recompute) -> PassFigures:
+        """Bytes of a section's own, whatever its units are: its gradients go as soon as they are there."""
+        section_class = self.profile.classes[self.class_index]
+        units = tuple(
+            Unit(operators=(operator.name,), modules=operator.modules, choice=CHOICES[0])
+            for operator in section_class.operators
+        )
+        section, size = self.section_of(units, recompute), self.shape.micro_batch
+        once = _play(self.profile, self.class_index, section, size, (True,), is_weightless=True)[0]
+        if self.shape.synchronise == "last":
+            waiting = _play(self.profile, self.class_index, section, size, (False, False, True), is_weightless=True)
+            backward = min(figures.backward for figures in (once, *waiting))
+            return dataclasses.replace(once, backward=backward)
+        return once
+
+    def _levels(self, section: SectionPlan, *, inner: bool) -> tuple[PassFigures, ...]:
+        """A section's passes among its like, or where it stands in the model, with neighbours that hold nothing."""
+        shape = self.shape
+        rounds = num_rounds(shape.accumulation, shape.synchronise)
+        synchronises = tuple(shape.synchronise == "every" or number == rounds - 1 for number in range(rounds))
+        found = _play(self.profile, self.class_index, section, shape.micro_batch, synchronises, inner=inner)
+        return found[-shape.num_passes :]
+
+
+def _play(
+    profile: Profile,
+    class_index: int,
+    section: SectionPlan,
+    micro_batch: int,
+    synchronises: tuple[bool, ...],
+    *,
+    inner: bool = False,
+    is_weightless: bool = False,
+) -> tuple[PassFigures, ...]:
+    """Figures of a section in successive micro-batches, without those among its like."""
     sections: tuple[SectionPlan, ...] = (section,) * 3
     classes: tuple[int, ...] = (class_index,) * 3
     middle = 1
     if not inner:
         sections, classes, middle = _among_neighbours(profile, class_index, section)
     simulator = StepSimulator(profile, sections, classes)
-    for _ in range(min(accumulation, 2)):
-        forward, backward = simulator.play_micro_batch(micro_batch)
-    return forward[middle], backward[middle]
+    for position, units in enumerate(simulator.units):
+        for unit in units:
+            if position != middle and not inner:
+                unit.sizes = _GONE
+            elif is_weightless:
+                unit.sizes = WEIGHTLESS
+    passes = []
+    for reduces in synchronises:
+        base = simulator.live
+        forward, backward = simulator.play_micro_batch(micro_batch, synchronises=reduces)
+        kept = forward[middle].after_bytes - forward[middle].before_bytes
+        passes.append(
+            PassFigures(
+                base=base,
+                kept=kept,
+                after=backward[middle].after_bytes - backward[middle].before_bytes + kept,
+                forward=forward[middle].peak_bytes - forward[middle].before_bytes,
+                backward=backward[middle].peak_bytes - backward[middle].before_bytes,
+                inner_forward=0,
+                inner_backward=0,
+            )
+        )
+    return tuple(passes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What no step shape changes, as arrays over assignments: bytes, and seconds by name of UnitSeconds.
+
+    held   gathered parameters that stay from forward to backward     whole  gradients that are not reduced yet
+    """
+
+    units: tuple[tuple[Unit, ...], ...]
+    num_units: Floats
+    persistent: Floats
+    reduced: Floats
+    whole: Floats
+    held: Floats
+    seconds: dict[str, Floats]
+
+
+def _parts(profile: Profile, class_index: int) -> _Parts:
+    table = table_of(profile)
+    key = ("parts", class_index)
+    if key not in table.kept:
+        units = tuple(assignments(profile.classes[class_index], choices_of(profile)))
+        rows: list[dict[str, float]] = []
+        figures: dict[Unit, dict[str, float]] = {}
+        for assignment in units:
+            for unit in assignment:
+                if unit not in figures:
+                    figures[unit] = _unit_figures(profile, class_index, unit)
+            rows.append(
+                {name: sum(figures[unit][name] for unit in assignment) for name in _names(figures[assignment[0]])}
+                if assignment
+                else {}
+            )
+        names = _names(rows[0]) if rows and rows[0] else _names(_NO_FIGURES)
+        arrays = {name: np.array([row.get(name, 0.0) for row in rows], dtype=float) for name in names}
+        bytes_of = {name: arrays.pop(name) for name in ("persistent", "reduced", "whole", "held")}
+        num_units = np.array([len(assignment) for assignment in units], float)
+        table.kept[key] = _Parts(units=units, num_units=num_units, seconds=arrays, **bytes_of)
+    found: _Parts = table.kept[key]
+    return found
+
+
+def _names(row: dict[str, Any]) -> list[str]:
+    return list(row)
+
+
+def _unit_figures(profile: Profile, class_index: int, unit: Unit) -> dict[str, float]:
+    sizes = table_of(profile).unit_bytes(class_index, unit)
+    return {
+        "persistent": sizes.shard_bytes + unit_state_bytes(sizes, profile.optimizer),
+        "reduced": sizes.gradient_bytes,
+        "whole": sum(parameter.num_bytes for parameter in sizes.trainable),
+        "held": 0 if unit.choice.regather else sizes.gathered_bytes,
+        **dataclasses.asdict(unit_seconds(profile, class_index, unit)),
+    }
+
+
+_NO_FIGURES: dict[str, float] = dict.fromkeys(
+    (
+        "persistent",
+        "reduced",
+        "whole",
+        "held",
+        "gather_forward_s",
+        "gather_backward_s",
+        "copy_forward_s",
+        "copy_backward_s",
+        "reduce_s",
+        "copy_reduce_s",
+        "optimizer_s",
+    ),
+    0.0,
+)
+
+
+_GONE = dataclasses.replace(WEIGHTLESS, full_per_gradient=0.0)  # nor do its gradients wait
 
 
 def _among_neighbours(
     profile: Profile, class_index: int, section: SectionPlan
 ) -> tuple[tuple[SectionPlan, ...], tuple[int, ...], int]:
-    """(sections, classes, position): the section with the ones before and after it in the model, without units."""
+    """(sections, classes, position): the section with the ones before and after it in the model.
+
+    Neighbours keep what passes between sections right; their units' bytes are for the caller to take away.
+    """
     members = [p for p, described in enumerate(profile.sections) if described.class_index == class_index]
     position = members[len(members) // 2]
     chosen = range(max(0, position - 1), min(len(profile.sections), position + 2))
@@ -183,39 +322,7 @@ def _among_neighbours(
         index = profile.sections[neighbour].class_index
         is_block = profile.classes[index].is_block
         recompute = section.recompute if is_block and section.is_block else "none"
-        empty = SectionPlan(name="", is_block=is_block, recompute=recompute, units=())
-        sections.append(section if neighbour == position else empty)
+        other = uniform_section(profile.classes[index], "", CHOICES[0], recompute)
+        sections.append(section if neighbour == position else other)
         classes.append(index)
     return tuple(sections), tuple(classes), position - chosen.start
-
-
-def _undominated(recipes: list[Recipe]) -> tuple[Recipe, ...]:
-    """The Pareto frontier; of recipes with equal figures the one with the fewest units stays."""
-    order = sorted(recipes, key=lambda recipe: (_figures(recipe), len(recipe.units)))
-    kept: list[tuple[float, ...]] = []
-    frontier = []
-    for recipe in order:
-        mine = _figures(recipe)
-        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in kept):
-            kept.append(mine)
-            frontier.append(recipe)
-    return tuple(sorted(frontier, key=lambda recipe: recipe.order))
-
-
-def _figures(recipe: Recipe) -> tuple[float, ...]:
-    """What a section of this recipe takes of time, and of memory at every moment of a step.
-
-    Bytes held always count in every moment, so a recipe that holds more always and less in between is dominated
-    where the sums are.
-    """
-    always, kept = recipe.persistent_bytes, recipe.persistent_bytes + recipe.kept_bytes
-    return (
-        recipe.seconds,
-        always,
-        kept,
-        always + recipe.gradient_bytes,
-        always + recipe.forward_bytes,
-        kept + recipe.backward_bytes,
-        always + recipe.inner_forward_bytes,
-        kept + recipe.inner_backward_bytes,
-    )

@@ -112,10 +112,9 @@ class SolverReport:
     gap_fraction: float
     num_solves: int
     num_cuts: int
-    solve_s: float
 
 
-@record("plan", version=1)
+@record("plan", version=2)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Record):
     """Everything the workers need to run a model, and what it is predicted to cost."""
@@ -194,7 +193,7 @@ class Plan(Record):
             f"), {prediction.samples_per_s:.1f} samples/s",
             f"solver {self.solver.solver}: {self.solver.status}"
             + (f", gap {format_percent(self.solver.gap_fraction)}" if self.solver.status != "optimal" else "")
-            + f", {self.solver.num_solves} solves in {format_seconds(self.solver.solve_s)}",
+            + f", {self.solver.num_solves} solves, {self.solver.num_cuts} cuts",
         ]
         if self.alternatives:
             lines += ["", format_table(*_alternatives(self))]

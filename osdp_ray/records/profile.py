@@ -213,14 +213,16 @@ def start_calibration(device_kind: DeviceKind) -> Calibration:
     return Calibration(reserved_fraction=RESERVED_START_FRACTION if device_kind == "cuda" else 0.0)
 
 
-@record("profile", version=1)
+@record("profile", version=2)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile(Record):
     """Everything `plan` needs to know of a model on a cluster.
 
     `evaluation` are traces of forward passes without gradients, one per class. `overlaps`: its backend communicates
-    beside computation (streams), where gloo on CPUs takes turns with it. `context_bytes` and `communicator_bytes` are
-    what the process holds of a device outside the allocator of tensors: driver, kernels and libraries; NCCL's buffers.
+    beside computation (streams), where gloo on CPUs takes turns with it; computing beside a collective then takes
+    `1 + overlap_slowdown_fraction` times as long (0 until that is measured). `context_bytes` and
+    `communicator_bytes` are what the process holds of a device outside the allocator of tensors: driver, kernels and
+    libraries; NCCL's buffers.
     """
 
     workload: str
@@ -241,6 +243,7 @@ class Profile(Record):
     copy_bytes_per_s: float
     calibration: Calibration
     overlaps: bool = False
+    overlap_slowdown_fraction: float = 0.0
     evaluation: tuple[SectionTrace, ...] = ()
     context_bytes: int = 0
     communicator_bytes: int = 0

@@ -96,9 +96,10 @@ class GPT(nn.Module):
         self.head = nn.Linear(hidden, vocabulary, bias=False)
         if tied:
             self.head.weight = self.token_embedding.weight
-        self._initialise()
+        self.initialise()
 
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
+        """Gives every parameter its first value."""
         branch_std = _INITIAL_STD / math.sqrt(2 * max(len(self.blocks), 1))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -13,7 +13,7 @@ from osdp_ray.errors import PlanMismatchError
 from osdp_ray.execution.apply import parallelize
 from osdp_ray.execution.clipping import clip_gradients
 from osdp_ray.modeling.materialize import build_on_meta
-from osdp_ray.planning.menus import group_units, uniform_sections
+from osdp_ray.planning.choices import group_units, uniform_sections
 from osdp_ray.profiling.trace import trace
 from osdp_ray.records.plan import Choice, SectionPlan
 from osdp_ray.workloads.gpt import GptWorkload

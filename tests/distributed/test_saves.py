@@ -94,7 +94,7 @@ def make_plan(work, labels, *, num_ranks, micro_batch):
     prediction = Prediction(
         peak_bytes=0, persistent_bytes=0, peak_by_phase={}, step_s=1.0, step_s_by_phase={}, samples_per_s=1.0
     )
-    solver = SolverReport(solver="hand", status="feasible", gap_fraction=0.0, num_solves=0, num_cuts=0, solve_s=0.0)
+    solver = SolverReport(solver="hand", status="feasible", gap_fraction=0.0, num_solves=0, num_cuts=0)
     return Plan(
         workload=work.name,
         workload_hash=work.hash(),

@@ -12,7 +12,7 @@ import random
 import pytest
 
 from osdp_ray.costs import explain_peaks, simulate_bytes, table_of
-from osdp_ray.planning.menus import group_units
+from osdp_ray.planning.choices import group_units
 from osdp_ray.records.plan import Choice, SectionPlan
 from tests.oracle import make_plan
 from tests.random_profiles import random_profile

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from osdp_ray.costs import simulate_bytes
-from osdp_ray.planning.menus import uniform_sections
+from osdp_ray.planning.choices import uniform_sections
 from osdp_ray.profiling.trace import trace
 from osdp_ray.records.plan import Choice
 from osdp_ray.workloads.gpt import GptWorkload

@@ -43,12 +43,13 @@ def test_the_text_of_an_error_holds_every_text_that_it_was_given(kind):
 
 
 def test_an_infeasible_budget_names_both_sizes_the_phase_the_holder_and_a_budget_that_is_enough():
-    error = InfeasibleError(16 * GIB, 19756849562, "loss", "lm_head")
+    error = InfeasibleError(16 * GIB, 19756849562, "loss", "lm_head", 4)
     assert str(error) == (
         "no plan fits in 16.00 GiB per device: the leanest one peaks at 18.40 GiB in the loss phase, 2.40 GiB too "
-        "much, and 'lm_head' holds most of it. Raise --memory-budget to at least 18.41GiB, add workers, or lower "
-        "--micro-batch."
+        "much, and 'lm_head' is the largest operator there. Raise --memory-budget to at least 18.41GiB, lower "
+        "--micro-batch (it is 4), or add workers."
     )
+    assert "lower --micro-batch" not in str(InfeasibleError(16 * GIB, 19756849562, "loss", "lm_head", 1))
     assert parse_bytes("18.41GiB") >= error.leanest_bytes
 
 

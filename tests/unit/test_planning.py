@@ -1,18 +1,40 @@
 """The planner's parts: batch shapes, menus, units, the program, and what a plan tells."""
 
 import dataclasses
+import random
 
 import pytest
 
-from osdp_ray.costs import predict_sections, section_seconds
+from osdp_ray.costs import predict_sections
 from osdp_ray.errors import InfeasibleError, SolverError, UsageError
 from osdp_ray.planning import batch_shapes, plan
-from osdp_ray.planning.menus import CHOICES, DP, ZERO2, ZERO3, Recipe, build_menu, group_units, uniform_sections
-from osdp_ray.planning.solve import Problem, leanest, solve
-from osdp_ray.records.plan import Choice, SectionPlan
+from osdp_ray.planning.choices import (
+    CHOICES_OF_NODES,
+    DP,
+    RECOMPUTES,
+    ZERO2,
+    ZERO3,
+    assignments,
+    choices_of,
+    group_units,
+    uniform_sections,
+)
+from osdp_ray.planning.costing import _taking_turns, objective
+from osdp_ray.planning.layout import build_layout, compute_s
+from osdp_ray.planning.menus import Menu, StepShape
+from osdp_ray.planning.program import Program
+from osdp_ray.planning.relaxation import relax
+from osdp_ray.records.plan import Choice
 from osdp_ray.records.profile import Calibration
 from osdp_ray.units import GIB, MIB
-from tests.random_profiles import base_profile, merged
+from tests.random_profiles import GROUPS, base_profile, merged
+
+SHAPES = (
+    StepShape(micro_batch=2, accumulation=1),
+    StepShape(micro_batch=2, accumulation=3),
+    StepShape(micro_batch=2, accumulation=2, synchronise="last"),
+    StepShape(micro_batch=2, accumulation=4, synchronise="last"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,23 +42,10 @@ def profile():
     return base_profile()
 
 
-def recipe(seconds, *, persistent=0, kept=0, gradient=0, forward=0, backward=0):
-    return Recipe(
-        units=(),
-        recompute="none",
-        seconds=seconds,
-        persistent_bytes=persistent * MIB,
-        kept_bytes=kept * MIB,
-        gradient_bytes=gradient * MIB,
-        forward_bytes=forward * MIB,
-        backward_bytes=backward * MIB,
-        inner_forward_bytes=forward * MIB,
-        inner_backward_bytes=backward * MIB,
-    )
-
-
-def problem(menu, *, count, fixed_mib=0, step=0.0):
-    return Problem(menus=(menu,), counts=(count,), fixed_bytes=fixed_mib * MIB, step_bytes_per_gradient=step)
+@pytest.fixture(scope="module")
+def two_nodes(profile):
+    links = tuple(dataclasses.replace(link, group=group) for link in profile.links for group in GROUPS)
+    return dataclasses.replace(profile, ranks_per_node=(2, 2), links=links)
 
 
 # -- batch shapes
@@ -99,72 +108,127 @@ def test_a_choice_goes_by_the_name_of_its_field(choice, label):
 
 
 @pytest.mark.parametrize("class_index", range(3))
-def test_no_recipe_of_a_menu_is_beaten_or_equalled_by_another_in_every_figure(profile, class_index):
-    menu = build_menu(profile, class_index, micro_batch=4, accumulation=1)
-    figures = [
-        (r.seconds, r.persistent_bytes, r.kept_bytes, r.gradient_bytes, r.forward_bytes, r.backward_bytes) for r in menu
-    ]
-    for one in range(len(menu)):
-        for other in range(len(menu)):
-            assert one == other or any(a > b for a, b in zip(figures[one], figures[other], strict=True))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_figures_of_columns_that_were_not_played_are_never_above_the_simulators(two_nodes, class_index, shape):
+    menu = Menu(two_nodes, class_index, shape)
+    rng = random.Random(class_index)
+    for column in rng.sample(range(menu.num_columns), min(8, menu.num_columns)):
+        for number, figures in enumerate(menu.measured(column)):
+            for name in ("base", "kept", "after", "forward", "backward"):
+                assert getattr(menu, name)[number][column] <= getattr(figures, name), (name, menu.section(column))
+            assert menu.base[number][column] == figures.base
+            assert menu.kept[number][column] == figures.kept
 
 
-def test_the_fastest_uniform_setting_is_in_the_menu_and_recomputed_blocks_come_first(profile):
-    menu = build_menu(profile, 1, micro_batch=4, accumulation=1)
-    block = profile.classes[1]
-    fastest = min(
-        section_seconds(profile, 1, SectionPlan(name="", is_block=True, recompute="none", units=units), 4).step_s(1)
-        for units in (group_units(block, {o.name: choice for o in block.operators}) for choice in CHOICES)
+def test_a_menu_holds_every_uniform_setting_once_and_no_assignment_twice(two_nodes):
+    menu = Menu(two_nodes, 1, SHAPES[0])
+    uniform = [menu.section(column) for column in menu.uniform_columns()]
+    assert len(uniform) == len(CHOICES_OF_NODES) * len(RECOMPUTES)
+    everything = [menu.section(column) for column in range(menu.num_columns)]
+    assert len(set(everything)) == len(everything)
+
+
+def test_many_operators_mix_two_choices_and_equal_ones_are_taken_in_order(two_nodes):
+    block = two_nodes.classes[1]
+    many = dataclasses.replace(
+        block,
+        operators=tuple(
+            dataclasses.replace(block.operators[1], name=f"copy_{i}", modules=(f"copy_{i}",)) for i in range(10)
+        ),
     )
-    assert min(r.seconds for r in menu) <= fastest * (1 + 1e-9)
-    recomputed = [r.recompute == "full" for r in menu]
-    assert any(recomputed)
-    assert recomputed == sorted(recomputed, reverse=True)
+    found = assignments(many, CHOICES_OF_NODES)
+    assert len(found) == 5 + 10 * 9
+    assert all(len(units) <= 2 for units in found)
+
+
+def test_nodes_are_groups_where_there_are_several_of_several_ranks_all_alike(profile):
+    for nodes, expected in {(4,): 3, (1, 1): 3, (2, 3): 3, (2, 2): 5}.items():
+        assert len(choices_of(dataclasses.replace(profile, ranks_per_node=nodes))) == expected
 
 
 # -- the program
 
 
-def test_the_program_takes_the_fast_recipe_as_often_as_the_kept_bytes_allow():
-    slow, fast = recipe(2.0, kept=1, forward=1), recipe(1.0, kept=10, forward=10)
-    solution = solve(problem((slow, fast), count=5, fixed_mib=3), budget_bytes=36 * MIB)
-    assert solution.counts == ((2, 3),)  # 3 fixed + 2 x 1 + 3 x 10 = 35 MiB
-    assert solution.seconds == pytest.approx(7.0)
-    assert solution.bound_s == solution.seconds
+def program(layout, *, budget_bytes, is_relaxed=False, is_bound=False):
+    columns = [layout.menu(slot).uniform_columns() for slot in range(len(layout.slots))]
+    goal = objective(layout, is_bound=is_bound)
+    scale = {"scale_bytes": budget_bytes, "scale_s": compute_s(layout.profile, layout.shape)}
+    return Program(layout, columns, goal, budget_bytes=budget_bytes, is_relaxed=is_relaxed, **scale)
 
 
-def test_the_program_counts_what_every_recipe_holds_always():
-    slow, fast = recipe(2.0, persistent=1), recipe(1.0, persistent=10)
-    assert solve(problem((slow, fast), count=4), budget_bytes=22 * MIB).counts == ((2, 2),)
-    assert solve(problem((slow, fast), count=4), budget_bytes=40 * MIB).counts == ((0, 4),)
+def deep(profile, num_layers):
+    """The profile with that many blocks."""
+    stem, block, *_, head = profile.sections
+    blocks = [dataclasses.replace(block, name=f"blocks.{i}") for i in range(num_layers)]
+    return dataclasses.replace(profile, sections=(stem, *blocks, head))
 
 
-def test_the_program_counts_what_the_backward_needs_while_it_runs():
-    lean, fat = recipe(2.0, kept=4, backward=1), recipe(1.0, kept=4, backward=9)
-    assert solve(problem((lean, fat), count=3), budget_bytes=20 * MIB).counts == ((3, 0),)
-    assert solve(problem((lean, fat), count=3), budget_bytes=21 * MIB).counts == ((0, 3),)
+def test_the_program_says_none_where_nothing_fits_and_takes_what_is_fastest_where_all_does(profile):
+    layout = build_layout(profile, SHAPES[0])
+    assert program(layout, budget_bytes=MIB).solve() is None
+    solution = program(layout, budget_bytes=4 * GIB).solve()
+    fastest = [min(menu.uniform_columns(), key=lambda j: _taking_turns(menu)[j]) for menu in layout.menus]
+    assert solution.counts == tuple({fastest[slot.class_index]: 1} for slot in layout.slots)
+    assert solution.bound == pytest.approx(solution.value)
 
 
-def test_the_program_counts_gradients_and_the_optimizers_temporaries_at_the_end():
-    slow, fast = recipe(2.0, gradient=1), recipe(1.0, gradient=10)
-    assert solve(problem((slow, fast), count=2), budget_bytes=11 * MIB).counts == ((1, 1),)
-    assert solve(problem((slow, fast), count=2, step=1.0), budget_bytes=11 * MIB).counts == ((2, 0),)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_relaxation_is_below_every_plan_and_prices_say_by_how_much_at_least(profile, overlaps):
+    large = dataclasses.replace(deep(profile, 12), overlaps=overlaps)
+    layout = build_layout(large, SHAPES[0])
+    sections = uniform_sections(large, ZERO3, "none")
+    held = predict_sections(large, sections, micro_batch=2, accumulation=1)
+    relaxation = relax(layout, budget_bytes=held.peak_bytes, scale_bytes=held.peak_bytes, scale_s=0.1)
+    assert relaxation.bound <= held.step_s
+    menu = layout.menu(1)
+    column = next(j for j in menu.uniform_columns() if menu.section(j).units == sections[1].units)
+    assert relaxation.bound + relaxation.reduced[1][column] <= held.step_s * (1 + 1e-9)
 
 
-def test_the_program_says_none_where_nothing_fits_and_finds_the_lowest_peak():
-    lean, fat = recipe(2.0, persistent=3), recipe(1.0, persistent=10)
-    assert solve(problem((lean, fat), count=2), budget_bytes=5 * MIB) is None
-    assert leanest(problem((lean, fat), count=2)).counts == ((2, 0),)
+def test_short_runs_of_blocks_are_taken_apart_and_long_ones_are_not(profile):
+    assert [slot.num for slot in build_layout(profile, SHAPES[0]).slots] == [1] * 6
+    assert [slot.num for slot in build_layout(deep(profile, 9), SHAPES[0]).slots] == [1, 9, 1]
 
 
-def test_an_unknown_solver_is_refused_with_the_known_ones(monkeypatch):
+def test_in_backward_what_lowers_the_level_comes_first_small_peaks_leading(profile):
+    layout = build_layout(deep(profile, 9), SHAPES[0])
+    menu = layout.menu(1)
+    order = layout.canonical(1, range(menu.num_columns))[::-1]
+    raised = [menu.after[0][j] - menu.kept[0][j] for j in order]
+    lowers = [value <= 0 for value in raised]
+    assert lowers == sorted(lowers, reverse=True)
+    peaks = [menu.backward[0][j] for j, low in zip(order, lowers, strict=True) if low]
+    assert peaks == sorted(peaks)
+    rests = [menu.backward[0][j] - up for j, up, low in zip(order, raised, lowers, strict=True) if not low]
+    assert rests == sorted(rests, reverse=True)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.6])
+def test_a_deep_plan_keeps_its_budget_and_its_gap(profile, fraction):
+    large = deep(profile, 24)
+    peaks = [
+        predict_sections(large, uniform_sections(large, choice, recompute), micro_batch=2, accumulation=1).peak_bytes
+        for choice, recompute in ((ZERO3, "full"), (DP, "none"))
+    ]
+    budget_bytes = peaks[0] + round(fraction * (peaks[1] - peaks[0]))
+    made = plan(large, budget_bytes=budget_bytes, global_batch=8, micro_batch=2)
+    assert made.prediction.peak_bytes <= budget_bytes
+    assert made.solver.gap_fraction < 0.02
+
+
+def test_an_unknown_solver_is_refused_with_the_known_ones(profile, monkeypatch):
     monkeypatch.setenv("OSDP_SOLVER", "Gurobi")
     with pytest.raises(SolverError, match=r"solver Gurobi: .* Use one of HiGHS, CBC"):
-        solve(problem((recipe(1.0),), count=1), budget_bytes=MIB)
+        program(build_layout(profile, SHAPES[0]), budget_bytes=GIB).solve()
 
 
-def test_the_solvers_print_nothing(capfd):
-    solve(problem((recipe(1.0), recipe(2.0, kept=1)), count=3), budget_bytes=MIB)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("solver", ["HiGHS", "CBC"])
+def test_the_solvers_print_nothing_and_warn_of_nothing(profile, solver, monkeypatch, capfd):
+    monkeypatch.setenv("OSDP_SOLVER", solver)
+    layout = build_layout(profile, SHAPES[0])
+    assert program(layout, budget_bytes=24 * MIB, is_relaxed=True).solve().solver == solver
+    assert program(layout, budget_bytes=24 * MIB).solve().solver == solver
     assert capfd.readouterr() == ("", "")
 
 
@@ -200,7 +264,8 @@ def test_a_budget_that_nothing_fits_names_the_peak_phase_and_largest_operator(pr
     with pytest.raises(InfeasibleError, match=r"no plan fits in 1\.00 MiB .* Raise --memory-budget to at least") as e:
         plan(small, budget_bytes=MIB, global_batch=16, micro_batch=4)
     assert e.value.phase in ("forward", "loss", "backward", "optimizer")
-    assert e.value.holder == "blocks.0.norm_2"  # the one that the MLP's operators were merged into
+    assert e.value.holder.endswith(".norm_2")  # the one that the MLP's operators were merged into
+    assert "lower --micro-batch (it is 4)" in str(e.value)
     assert e.value.leanest_bytes > e.value.budget_bytes
 
 

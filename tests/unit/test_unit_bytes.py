@@ -6,7 +6,7 @@ import pytest
 
 from osdp_ray.costs import simulate_sections
 from osdp_ray.costs.units import unit_bytes
-from osdp_ray.planning.menus import uniform_sections
+from osdp_ray.planning.choices import uniform_sections
 from osdp_ray.records.plan import Choice, Unit
 from osdp_ray.records.profile import Operator, Parameter, SectionClass
 from tests.random_profiles import base_profile

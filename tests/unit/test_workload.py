@@ -55,7 +55,7 @@ def test_arguments_are_converted_by_the_functions_annotations():
 @pytest.mark.parametrize(
     ("spec", "arguments", "remedy"),
     [
-        ("gpd", {}, r"no workload is called 'gpd'. Use gpt, hf, or package.module:function"),
+        ("gpd", {}, r"no workload is called 'gpd'. Use gpt, hf, family, or package.module:function"),
         ("no_such_module:f", {}, r"cannot be imported .* Run from the folder that holds it, or install it"),
         (f"{__name__}:nothing", {}, r"has no 'nothing'. Name a function that returns a Workload"),
         (f"{__name__}:NO_FUNCTION", {}, r"has a 'NO_FUNCTION' that is no function. Name a function that returns"),

@@ -1,0 +1,159 @@
+"""The program's objective: seconds of a step as sums over columns, with what depends on neighbours as rows.
+
+Taking turns, a column's seconds are its own. Side by side (see costs.streams), what computing does not hide of a link
+depends on the neighbour that hides it. With expo(c, k) = beside(c, k) - c = max(k - c, k s / (1 + s)) a step is
+
+    accumulation * (sum F[i] + G[0] + sum expo(F[i-1], G[i]))
+      + for micro-batches that reduce and those that do not:
+            sum B[i] + H[last] + R[0] + sum expo(B[i], R[i+1] + H[i-1])
+      + sum of the optimizer's seconds
+
+expo is the larger of two linear functions, so between sections with slots of their own it is exact as a variable above
+two rows. Within long slots F hardly differs between columns, so expo(max F, G) is the column's own; of backward, a
+bound takes the row's whole link time against its whole computing, where some sections hide what others leave exposed,
+and an estimate takes every column among its like.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from osdp_ray.planning.layout import Layout
+from osdp_ray.planning.menus import Floats, Menu
+
+Columns = dict[int, Floats]  # slot -> a figure of each column of its menu
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exposure:
+    """`times` seconds of: the larger of 0 (weight 0) and every `sum of columns + constant`."""
+
+    name: str
+    times: int
+    rows: tuple[tuple[Columns, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Seconds of a step: `own` by slot and column, `constant_s`, and what neighbours expose of each other."""
+
+    own: tuple[Floats, ...]
+    constant_s: float
+    exposures: tuple[Exposure, ...]
+
+
+def objective(layout: Layout, *, is_bound: bool) -> Objective:
+    """What the program minimises: a bound that no plan undercuts, or an estimate of contiguous stretches."""
+    if not layout.profile.overlaps:
+        own = tuple(_taking_turns(layout.menu(slot)) for slot in range(len(layout.slots)))
+        return Objective(own=own, constant_s=0.0, exposures=())
+    return _Overlapped(layout, is_bound).objective()
+
+
+def _taking_turns(menu: Menu) -> Floats:
+    seconds, accumulation = menu.seconds, menu.shape.accumulation
+    total = accumulation * (seconds["forward"] + seconds["copy_forward_s"] + seconds["gather_forward_s"])
+    for times, reduces in menu.shape.backwards:
+        total = total + times * (_backward(menu, reduces) + _link(menu, "gather_backward_s"))
+        if reduces:
+            total = total + times * seconds["reduce_s"]
+    return total + seconds["optimizer_s"]
+
+
+def _forward(menu: Menu) -> Floats:
+    return menu.seconds["forward"] + menu.seconds["copy_forward_s"]
+
+
+def _backward(menu: Menu, reduces: bool) -> Floats:
+    total = menu.seconds["backward"] + menu.seconds["copy_backward_s"]
+    return total + menu.seconds["copy_reduce_s"] if reduces else total
+
+
+def _link(menu: Menu, name: str, used: bool = True) -> Floats:
+    return menu.seconds[name] if used else np.zeros(menu.num_columns)
+
+
+class _Overlapped:
+    """Collects the objective of communication beside computation; names as in the module's docstring."""
+
+    def __init__(self, layout: Layout, is_bound: bool) -> None:
+        self.layout, self.is_bound = layout, is_bound
+        self.slots, self.last = layout.slots, len(layout.slots) - 1
+        slowdown = layout.profile.overlap_slowdown_fraction
+        self.sigma = slowdown / (1 + slowdown)
+        self.own = [_forward(layout.menu(slot)) * layout.shape.accumulation for slot in range(len(self.slots))]
+        self.constant_s = 0.0
+        self.exposures: list[Exposure] = []
+
+    def objective(self) -> Objective:
+        for slot in range(len(self.slots)):
+            self._add_forward(slot)
+            for times, reduces in self.layout.shape.backwards:
+                self._add_backward(slot, times, reduces)
+            self.own[slot] = self.own[slot] + self.layout.menu(slot).seconds["optimizer_s"]
+        return Objective(own=tuple(self.own), constant_s=self.constant_s, exposures=tuple(self.exposures))
+
+    def _expo(self, compute: Floats | float, link: Floats) -> Floats:
+        found: Floats = np.maximum(link - compute, self.sigma * link)
+        return found
+
+    def _add_forward(self, slot: int) -> None:
+        menu, times = self.layout.menu(slot), self.layout.shape.accumulation
+        gather = menu.seconds["gather_forward_s"]
+        before = self.layout.menu(slot - 1) if slot else None
+        if self.slots[slot].num > 1:
+            among = self._expo(_forward(menu).max(), gather)
+            self.own[slot] = self.own[slot] + times * among
+            if before is None:
+                self.constant_s += times * float((gather - among).min() if self.is_bound else 0.0)
+            elif self.is_bound:
+                first = among - self._expo(_forward(before).max(), gather)
+                self.constant_s -= times * max(0.0, float(first.max()))
+        elif before is None:
+            self.own[slot] = self.own[slot] + times * gather
+        else:
+            hidden: tuple[Columns, float] = ({slot: gather, slot - 1: -_forward(before)}, 0.0)
+            if self.slots[slot - 1].num > 1:
+                hidden = ({slot: gather}, -float(_forward(before).max()))
+            self._expose(f"expo_forward_{slot}", times, (hidden, ({slot: self.sigma * gather}, 0.0)))
+
+    def _add_backward(self, slot: int, times: int, reduces: bool) -> None:
+        menu, name = self.layout.menu(slot), f"expo_backward_{slot}_{int(reduces)}"
+        compute = _backward(menu, reduces)
+        reduce, gather = _link(menu, "reduce_s", reduces), menu.seconds["gather_backward_s"]
+        self.own[slot] = self.own[slot] + times * compute
+        is_long = self.slots[slot].num > 1
+        for is_end, link in ((slot == 0, reduce), (slot == self.last, gather)):  # what nothing hides
+            if is_end and is_long:
+                self.constant_s += times * float(link.min())
+            elif is_end:
+                self.own[slot] = self.own[slot] + times * link
+        if is_long and not self.is_bound:
+            self.own[slot] = self.own[slot] + times * self._expo(compute, reduce + gather)
+            return
+        columns, constant = self._beside(slot, reduces)
+        if is_long:
+            columns[slot] = reduce + gather
+            constant -= float(reduce.max() + gather.max())
+        hidden = {**columns, slot: columns.get(slot, np.zeros(menu.num_columns)) - compute}
+        slowed = ({other: self.sigma * link for other, link in columns.items()}, self.sigma * constant)
+        self._expose(name, times, ((hidden, constant), slowed))
+
+    def _beside(self, slot: int, reduces: bool) -> tuple[Columns, float]:
+        """The link time of a slot's neighbours that runs beside it: of long ones, the least that it can be."""
+        columns: Columns = {}
+        constant = 0.0
+        for other, name, used in ((slot + 1, "reduce_s", reduces), (slot - 1, "gather_backward_s", True)):
+            if not 0 <= other <= self.last or not used:
+                continue
+            link = self.layout.menu(other).seconds[name]
+            if self.slots[other].num > 1:
+                constant += float(link.min())
+            else:
+                columns[other] = link
+        return columns, constant
+
+    def _expose(self, name: str, times: int, rows: tuple[tuple[Columns, float], ...]) -> None:
+        live = tuple((c, k) for c, k in rows if k > 0 or any(float(link.max()) > 0 for link in c.values()))
+        if live:
+            self.exposures.append(Exposure(name=name, times=times, rows=live))
