@@ -86,6 +86,14 @@ def fits(instance: Instance, sections: tuple[SectionPlan, ...], synchronise: Syn
     return held.peak_bytes <= instance.budget_bytes
 
 
+def lowest_peak_bytes(instance: Instance) -> int:
+    """The peak of the leanest of all plans that reduce in every micro-batch."""
+    profile = instance.profile
+    menus = [ways(profile.classes[s.class_index], s.name, choices_of(profile)) for s in profile.sections]
+    shape = {"micro_batch": instance.micro_batch, "accumulation": instance.accumulation}
+    return min(simulate_sections(profile, sections, **shape).peak_bytes for sections in itertools.product(*menus))
+
+
 def faster_plan_that_fits(instance: Instance, step_s: float, *, slack_fraction: float = 1e-6) -> float | None:
     """The seconds of the fastest plan that fits and is faster than `step_s`, if there is one."""
     faster = [item for item in every_plan(instance) if item[2] < step_s * (1 - slack_fraction)]

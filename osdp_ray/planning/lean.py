@@ -1,30 +1,37 @@
-"""Where nothing fits: the lowest peak that any plan has, what binds there, and what helps."""
+"""Where nothing fits: the lowest peak that any plan has, what binds there, and what helps.
 
-from osdp_ray.costs import explain_section_peaks, simulate_sections
+The program with the budget as its objective gives plans and a bound from below; what neighbours add to a peak is mended
+afterwards, section by section around the peak, which takes fewer solves than teaching the program every pair.
+"""
+
+from osdp_ray.costs import StepBytes, explain_section_peaks, simulate_sections
 from osdp_ray.errors import InfeasibleError
 from osdp_ray.planning.choices import RECOMPUTES, choices_of, uniform_sections
 from osdp_ray.planning.costing import objective
 from osdp_ray.planning.cuts import add_cuts
-from osdp_ray.planning.layout import build_layout, compute_s
+from osdp_ray.planning.layout import Layout, build_layout, compute_s
 from osdp_ray.planning.menus import StepShape
 from osdp_ray.planning.program import Program
-from osdp_ray.planning.relaxation import relax
+from osdp_ray.planning.relaxation import Relaxation, relax
 from osdp_ray.planning.search import Candidate, as_words, candidate, largest_operator
+from osdp_ray.records.plan import SectionPlan
 from osdp_ray.records.profile import Profile
 
-_NUM_COLUMNS = 60
+_NUM_COLUMNS = 20  # of a slot
 _CLOSE_FRACTION = 0.002
-_MAX_SOLVES = 60
+_MAX_SOLVES = 6
+_MAX_MENDS = 40
 
 
 def infeasible(profile: Profile, shapes: list[StepShape], budget_bytes: int) -> InfeasibleError:
-    """The error with the smallest budget that fits: that of the leanest plan at the smallest micro-batch."""
+    """The error with the smallest budget that fits: that of the leanest plan at the smallest micro-batch.
+
+    Whole gradients that wait are never leaner, so only shapes that reduce in every micro-batch are looked at.
+    """
     smallest = min(shape.micro_batch for shape in shapes)
-    lean = min(
-        (leanest(profile, shape) for shape in shapes if shape.micro_batch == smallest),
-        key=lambda found: found.prediction.peak_bytes,
-    )
-    peaks = explain_section_peaks(profile, lean.sections, **as_words(lean.shape))
+    shape = next(shape for shape in shapes if shape.micro_batch == smallest and shape.synchronise == "every")
+    lean = leanest(profile, shape)
+    peaks = explain_section_peaks(profile, lean.sections, **as_words(shape))
     peak = max(peaks, key=lambda found: found.peak_bytes)
     holder = largest_operator(profile, peak.section)
     return InfeasibleError(budget_bytes, lean.prediction.device_bytes, peak.phase, holder, smallest)
@@ -32,40 +39,85 @@ def infeasible(profile: Profile, shapes: list[StepShape], budget_bytes: int) -> 
 
 def leanest(profile: Profile, shape: StepShape) -> Candidate:
     """The plan with the lowest peak at a step shape, of the program's and the uniform ones."""
-    best = min(
-        (
-            candidate(profile, uniform_sections(profile, choice, recompute), shape)
-            for choice in choices_of(profile)
+    finder = _Leanest(build_layout(profile, shape))
+    return candidate(profile, finder.run(), shape)
+
+
+class _Leanest:
+    """`sections` are the leanest so far, `peak_bytes` what they peak at."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.profile, self.words = layout, layout.profile, as_words(layout.shape)
+        uniform = [
+            uniform_sections(self.profile, choice, recompute)
+            for choice in choices_of(self.profile)
             for recompute in RECOMPUTES
-        ),
-        key=lambda found: found.prediction.peak_bytes,
-    )
-    layout = build_layout(profile, shape)
-    scale_bytes, scale_s = best.prediction.peak_bytes, max(compute_s(profile, shape), 1e-12)
-    relaxation = relax(layout, budget_bytes=None, scale_bytes=scale_bytes, scale_s=scale_s)
-    if relaxation is None:
+        ]
+        self.sections = min(uniform, key=lambda sections: self._held(sections).peak_bytes)
+        self.peak_bytes = self._held(self.sections).peak_bytes
+
+    def run(self) -> tuple[SectionPlan, ...]:
+        scale_bytes, scale_s = self.peak_bytes, max(compute_s(self.profile, self.layout.shape), 1e-12)
+        relaxation = relax(self.layout, budget_bytes=None, scale_bytes=scale_bytes, scale_s=scale_s)
+        if relaxation is None:
+            return self.sections
+        most = [_NUM_COLUMNS] * len(self.layout.slots)
+        columns, _ = relaxation.nearest(most, max(0.0, self.peak_bytes - relaxation.bound))
+        self._mend(self.sections, relaxation)
+        program = Program(
+            self.layout,
+            columns,
+            objective(self.layout, is_bound=False),
+            budget_bytes=None,
+            scale_bytes=scale_bytes,
+            scale_s=scale_s,
+            is_relaxed=False,
+        )
+        for _ in range(_MAX_SOLVES):
+            solution = program.solve(gap_fraction=1e-3, max_nodes=20)
+            if solution is None:
+                break
+            places = self.layout.places(solution.counts)
+            sections = self.layout.written_out(places)
+            held = self._held(sections)
+            close_bytes = round(solution.bound * (1 + _CLOSE_FRACTION))
+            self._mend(sections, relaxation)
+            if self.peak_bytes <= close_bytes or not add_cuts(program, places, held, close_bytes):
+                break
+        return self.sections
+
+    def _held(self, sections: tuple[SectionPlan, ...]) -> StepBytes:
+        return simulate_sections(self.profile, sections, **self.words)
+
+    def _mend(self, sections: tuple[SectionPlan, ...], relaxation: Relaxation) -> None:
+        """Lowers the peak of a plan, one section at a time; keeps it if it is the leanest so far."""
+        held = self._held(sections)
+        for _ in range(_MAX_MENDS):
+            if held.peak_bytes > 1.25 * self.peak_bytes:
+                break
+            better = self._mended(sections, held, relaxation)
+            if better is None:
+                break
+            sections, held = better
+        if held.peak_bytes < self.peak_bytes:
+            self.sections, self.peak_bytes = sections, held.peak_bytes
+
+    def _mended(
+        self, sections: tuple[SectionPlan, ...], held: StepBytes, relaxation: Relaxation
+    ) -> tuple[tuple[SectionPlan, ...], StepBytes] | None:
+        """The best plan with one other section at or beside the highest peak, or None where none is lower."""
+        best: tuple[tuple[SectionPlan, ...], StepBytes] | None = None
+        levels = [level for found in held.passes for level in (found.forward, found.backward)]
+        peaks = [max(row[position].peak_bytes for row in levels) for position in range(len(sections))]
+        highest = max(range(len(sections)), key=lambda position: peaks[position])
+        for position in range(max(0, highest - 1), min(len(sections), highest + 2)):
+            slot = next(s for s in range(len(self.layout.slots) - 1, -1, -1) if self.layout.slots[s].first <= position)
+            near = relaxation.nearest([_NUM_COLUMNS] * len(self.layout.slots), float("inf"))[0][slot]
+            for column in near:
+                changed = self.layout.menu(slot).section(column, sections[position].name)
+                if changed != sections[position]:
+                    tried = (*sections[:position], changed, *sections[position + 1 :])
+                    found = self._held(tried)
+                    if found.peak_bytes < (best[1] if best else held).peak_bytes:
+                        best = tried, found
         return best
-    room = best.prediction.peak_bytes - relaxation.bound
-    columns, _ = relaxation.nearest([_NUM_COLUMNS] * len(layout.slots), max(room, 0.0))
-    program = Program(
-        layout,
-        columns,
-        objective(layout, is_bound=False),
-        budget_bytes=None,
-        scale_bytes=scale_bytes,
-        scale_s=scale_s,
-        is_relaxed=False,
-    )
-    for _ in range(_MAX_SOLVES):
-        solution = program.solve(gap_fraction=1e-3, max_nodes=500)
-        if solution is None:
-            break
-        places = layout.places(solution.counts)
-        sections = layout.written_out(places)
-        held = simulate_sections(profile, sections, **as_words(shape))
-        if held.peak_bytes < best.prediction.peak_bytes:
-            best = candidate(profile, sections, shape)
-        close_bytes = round(solution.value * (1 + _CLOSE_FRACTION))
-        if best.prediction.peak_bytes <= close_bytes or not add_cuts(program, places, held, close_bytes):
-            break
-    return best
