@@ -26,6 +26,7 @@ from osdp_ray.records.hardware import DeviceSpec, Hardware, LinkSpec, NodeGroup
 from osdp_ray.units import GIB
 from osdp_ray.workload import Workload
 from osdp_ray.workloads.gpt import GptWorkload
+from tests.unit.test_catalogue import GOOD
 
 aten = torch.ops.aten
 HIDDEN, SEQUENCE, LAYERS = 32, 16, 4
@@ -311,3 +312,12 @@ def test_flags_that_do_not_go_together_are_one_line_with_the_remedy(words, text,
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert text in error
+
+
+def test_where_devices_differ_the_smallest_memory_rules_and_the_command_says_so(tmp_path, capsys):
+    path = tmp_path / "mixed.yaml"
+    path.write_text(GOOD)
+    assert main(["plan", "gpt", "layers=1", "hidden=64", "--cluster", str(path), "--global-batch", "10"]) == 0
+    shown = capsys.readouterr()
+    assert "devices differ, and a plan is the same on all: the 24.00 GiB of small rule" in shown.err
+    assert "of 21.60 GiB per device" in shown.out

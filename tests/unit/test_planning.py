@@ -282,6 +282,15 @@ def test_what_a_run_taught_about_the_peak_is_kept_free(profile):
     assert made.prediction.peak_bytes == plain.peak_bytes + 4 * MIB <= 20 * MIB
 
 
+def test_a_plan_does_not_flip_between_equals_when_seconds_change_a_little(profile):
+    plans = []
+    for factor in (1.0, 1 + 1e-9, 1 - 1e-9):
+        links = tuple(dataclasses.replace(link, bytes_per_s=link.bytes_per_s * factor) for link in profile.links)
+        copies = dataclasses.replace(profile, links=links, copy_bytes_per_s=profile.copy_bytes_per_s / factor)
+        plans.append(plan(copies, budget_bytes=20 * MIB, global_batch=16))
+    assert plans[0].decisions == plans[1].decisions == plans[2].decisions
+
+
 def test_the_table_of_a_plan_shows_decisions_prediction_solver_and_alternatives(profile):
     text = plan(profile, budget_bytes=32 * MIB, global_batch=16, micro_batch=4).table()
     for part in ("known as", "4 ranks x micro-batch 4", "of 32.00 MiB per device", "solver", "ZeRO-3 + full recompute"):
