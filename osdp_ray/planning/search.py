@@ -137,6 +137,8 @@ class ShapeSearch:
             if guide is not None:
                 columns, _ = guide.nearest(most, float("inf"))
                 left_out_s = 0.0
+            if not exactly:
+                columns = self._with_lean_ones(columns, guide or self.relaxation)
             found, proven_s = self._solve(columns, best, effort)
             if found is not None and (best is None or better(found, best)):
                 best = found
@@ -147,6 +149,19 @@ class ShapeSearch:
             if self.bound_s >= limit_s * (1 - effort.close_fraction):
                 break
         return best
+
+    def _with_lean_ones(self, columns: list[list[int]], relaxation: Relaxation) -> list[list[int]]:
+        """More columns, so that there is always one that is leaner: those of uniform settings, and the relaxation's."""
+        found = []
+        for slot, chosen in enumerate(columns):
+            menu = self.layout.menu(slot)
+            held = menu.persistent + menu.base[-1] + menu.kept[-1]
+            leaner: list[int] = []
+            for column in sorted(menu.uniform_columns(), key=lambda j: (relaxation.reduced[slot][j], j)):
+                if all(held[column] < held[other] for other in leaner):
+                    leaner.append(column)
+            found.append(list(dict.fromkeys((*chosen, *relaxation.used[slot], *leaner))))
+        return found
 
     @property
     def _proves(self) -> bool:
