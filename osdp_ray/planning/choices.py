@@ -27,9 +27,14 @@ MAX_WHOLE_PRODUCT = 128
 
 
 def choices_of(profile: Profile) -> tuple[Choice, ...]:
-    """The choices that a cluster offers: nodes are groups only where there are several of several ranks, all alike."""
+    """The choices that a cluster offers: nodes are groups only where there are several of several ranks, all alike.
+
+    A profile knows what their links cost, or they are not offered.
+    """
     nodes = profile.ranks_per_node
-    return CHOICES_OF_NODES if len(nodes) > 1 and nodes[0] > 1 and len(set(nodes)) == 1 else CHOICES
+    are_groups = len(nodes) > 1 and nodes[0] > 1 and len(set(nodes)) == 1
+    are_known = {"node", "across"} <= {link.group for link in profile.links}
+    return CHOICES_OF_NODES if are_groups and are_known else CHOICES
 
 
 def group_units(section_class: SectionClass, choices: dict[str, Choice]) -> tuple[Unit, ...]:

@@ -38,7 +38,7 @@ _EXACT = (
 )
 _CLOSE = (
     Effort(per_slot=5, per_long_slot=8, gap_fraction=1e-4, max_nodes=50, max_cut_rounds=8, close_fraction=1e-3),
-    Effort(per_slot=6, per_long_slot=16, gap_fraction=2e-4, max_nodes=10, max_cut_rounds=4, close_fraction=1.0),
+    Effort(per_slot=16, per_long_slot=16, gap_fraction=2e-4, max_nodes=10, max_cut_rounds=4, close_fraction=1.0),
 )
 _MAX_EXACT_SLOTS = 8
 _MAX_MORE_ROUNDS = 12
