@@ -13,7 +13,7 @@ from osdp_ray.errors import UsageError
 from osdp_ray.planning.layout import build_layout, compute_s
 from osdp_ray.planning.lean import infeasible
 from osdp_ray.planning.menus import StepShape
-from osdp_ray.planning.search import ROUNDING_FRACTION, ShapeSearch, Tally, better
+from osdp_ray.planning.search import MAX_SOLVES, ROUNDING_FRACTION, ShapeSearch, Tally, better
 from osdp_ray.planning.search import Candidate as _Candidate
 from osdp_ray.planning.shapes import batch_shapes
 from osdp_ray.planning.uniform import uniform_plans
@@ -87,7 +87,8 @@ def _search(
     searches.sort(key=lambda search: -search.bound_samples_per_s)
     for search in searches:
         if best is None or search.bound_samples_per_s > best.samples_per_s * (1 + ROUNDING_FRACTION / 2):
-            best = search.best(best)
+            if best is None or tally.num_solves < MAX_SOLVES or search.is_enumerable:
+                best = search.best(best)
             tally.bound_samples_per_s = max(tally.bound_samples_per_s, search.bound_samples_per_s)
     return best
 

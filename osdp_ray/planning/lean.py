@@ -75,7 +75,7 @@ class _Leanest:
         )
         for _ in range(_MAX_SOLVES):
             solution = program.solve(gap_fraction=1e-3, max_nodes=20)
-            if solution is None:
+            if solution is None or solution.value == float("inf"):
                 break
             places = self.layout.places(solution.counts)
             sections = self.layout.written_out(places)

@@ -245,11 +245,12 @@ class Program:
         if outcome is None:
             return None
         value, bound = outcome.value, outcome.bound
+        is_found = value < float("inf")
         factor, more = self.scale_s / _SCALE, self.objective.constant_s
         if not self.for_speed:
             factor, more = 1 / self.per_byte, 0.0
         counts = tuple(
-            {column: round(n.value() or 0) for column, n in chosen.items() if round(n.value() or 0)}
+            {column: round(n.value() or 0) for column, n in chosen.items() if is_found and round(n.value() or 0)}
             for chosen in self.n
         )
         return Solution(counts=counts, value=value * factor + more, bound=bound * factor + more, solver=outcome.solver)

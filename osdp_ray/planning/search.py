@@ -31,17 +31,22 @@ class Effort:
     close_fraction: float
 
 
-# Small models exactly: those that can be enumerated, and more. Large ones to a gap far below what profiles can tell.
+# Small models with small menus exactly: those that can be enumerated. Others until more work hardly pays.
 _EXACT = (
     Effort(per_slot=40, per_long_slot=0, gap_fraction=0.0, max_nodes=2000, max_cut_rounds=30, close_fraction=0.0),
     Effort(per_slot=160, per_long_slot=0, gap_fraction=0.0, max_nodes=20000, max_cut_rounds=100, close_fraction=0.0),
+)
+_NEAR = (
+    Effort(per_slot=16, per_long_slot=0, gap_fraction=1e-6, max_nodes=100, max_cut_rounds=10, close_fraction=1e-3),
+    Effort(per_slot=30, per_long_slot=0, gap_fraction=1e-6, max_nodes=30, max_cut_rounds=5, close_fraction=1.0),
 )
 _CLOSE = (
     Effort(per_slot=5, per_long_slot=8, gap_fraction=1e-4, max_nodes=50, max_cut_rounds=8, close_fraction=1e-3),
     Effort(per_slot=16, per_long_slot=16, gap_fraction=2e-4, max_nodes=10, max_cut_rounds=4, close_fraction=1.0),
 )
-_MAX_EXACT_SLOTS = 8
-_MAX_MORE_ROUNDS = 12
+_MAX_EXACT_SLOTS, _MAX_EXACT_COLUMNS = 8, 100
+_MAX_MORE_ROUNDS = 6
+MAX_SOLVES = 30  # of all shapes together, where it is not proven otherwise that no better plan is left
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,15 +134,15 @@ class ShapeSearch:
             return known
         best, relaxed_s = known, self.relaxation.bound
         guide = None if self._proves else self._relax(is_bound=False)
-        exactly = self.layout.is_taken_apart and len(self.layout.slots) <= _MAX_EXACT_SLOTS
-        for effort in _EXACT if exactly else _CLOSE:
+        efforts = self._efforts()
+        for effort in efforts:
             room_s = self._step_s(best) - relaxed_s
             most = [effort.per_long_slot if slot.num > 1 else effort.per_slot for slot in self.layout.slots]
             columns, left_out_s = self.relaxation.nearest(most, room_s)
             if guide is not None:
                 columns, _ = guide.nearest(most, float("inf"))
                 left_out_s = 0.0
-            if not exactly:
+            if efforts is not _EXACT:
                 columns = self._with_lean_ones(columns, guide or self.relaxation)
             found, proven_s = self._solve(columns, best, effort)
             if found is not None and (best is None or better(found, best)):
@@ -149,6 +154,18 @@ class ShapeSearch:
             if self.bound_s >= limit_s * (1 - effort.close_fraction):
                 break
         return best
+
+    @property
+    def is_enumerable(self) -> bool:
+        """Whether slots and menus are so small that the best plan is searched for until it is proven."""
+        if not self.layout.is_taken_apart or len(self.layout.slots) > _MAX_EXACT_SLOTS:
+            return False
+        return all(menu.num_columns <= _MAX_EXACT_COLUMNS for menu in self.layout.menus)
+
+    def _efforts(self) -> tuple[Effort, ...]:
+        if not self.layout.is_taken_apart or len(self.layout.slots) > _MAX_EXACT_SLOTS:
+            return _CLOSE
+        return _EXACT if self.is_enumerable else _NEAR
 
     def _with_lean_ones(self, columns: list[list[int]], relaxation: Relaxation) -> list[list[int]]:
         """More columns, so that there is always one that is leaner: those of uniform settings, and the relaxation's."""
@@ -187,6 +204,8 @@ class ShapeSearch:
             self.tally.solver = solution.solver
             if is_proof:
                 proven_s = max(proven_s, solution.bound)
+            if solution.value == float("inf"):
+                break
             places = self.layout.places(solution.counts)
             sections = self.layout.written_out(places)
             held = simulate_sections(self.profile, sections, **as_words(self.shape))

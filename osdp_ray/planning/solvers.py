@@ -42,7 +42,10 @@ class _Highs(pulp.HiGHS):
 def run_solver(
     model: pulp.LpProblem, *, is_integer: bool, gap_fraction: float = 0.0, max_nodes: int = 5000
 ) -> Outcome | None:
-    """Solves a model; its variables and duals hold the solution. None where it is infeasible. Raises SolverError."""
+    """Solves a model; its variables and duals hold the solution. None where it is infeasible.
+
+    A search that ended at its node limit without a solution has the value infinity. Raises SolverError.
+    """
     name, solver = _solver(is_integer, gap_fraction, max_nodes)
     try:
         with _silenced():
@@ -51,6 +54,9 @@ def run_solver(
         raise SolverError(name, f"it failed ({error})", "Install another one: pip install highspy") from error
     if model.sol_status == pulp.LpSolutionInfeasible or model.status == pulp.LpStatusInfeasible:
         return None
+    if model.sol_status == pulp.LpSolutionNoSolutionFound and is_integer:  # the node limit came first
+        bound = float(model.solverModel.getInfo().mip_dual_bound) if name == "HiGHS" else float("-inf")
+        return Outcome(value=float("inf"), bound=bound, solver=name)
     if model.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         raise SolverError(
             name,

@@ -41,10 +41,10 @@ def test_every_section_and_decision_has_a_reason_and_its_figures_are_the_simulat
     assert first.decision in ("DP", "ZeRO-2", "ZeRO-3")
 
 
-def test_a_choice_that_fits_and_is_faster_is_no_next_best_of_an_optimal_plan(profile, made):
-    assert made.solver.status == "optimal"
+def test_no_next_best_that_fits_is_faster_by_more_than_the_gap_that_the_plan_states(profile, made):
     for reason in explain(profile, made).reasons:
-        assert reason.next_best is None or reason.next_best.more_s >= -1e-6 * made.prediction.step_s
+        allowed_s = (made.solver.gap_fraction + 1e-6) * made.prediction.step_s
+        assert reason.next_best is None or reason.next_best.more_s >= -allowed_s
 
 
 def test_what_binds_is_named_and_more_memory_has_a_price(profile, made):
