@@ -20,7 +20,7 @@ from osdp_ray.records.profile import Profile
 _NUM_COLUMNS = 20  # of a slot
 _CLOSE_FRACTION = 0.002
 _MAX_SOLVES = 6
-_MAX_MENDS = 40
+_MAX_MENDED_SECTIONS = 240  # of a plan that is mended: each mend of a deep model simulates more
 
 
 def infeasible(profile: Profile, shapes: list[StepShape], budget_bytes: int) -> InfeasibleError:
@@ -92,7 +92,7 @@ class _Leanest:
     def _mend(self, sections: tuple[SectionPlan, ...], relaxation: Relaxation) -> None:
         """Lowers the peak of a plan, one section at a time; keeps it if it is the leanest so far."""
         held = self._held(sections)
-        for _ in range(_MAX_MENDS):
+        for _ in range(max(4, _MAX_MENDED_SECTIONS // len(sections))):
             if held.peak_bytes > 1.25 * self.peak_bytes:
                 break
             better = self._mended(sections, held, relaxation)
