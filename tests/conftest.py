@@ -14,6 +14,14 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
+def pytest_collection_modifyitems(items):
+    """Under pytest-xdist the tests of a file stay together, and of those that start Ray one runs at a time."""
+    for item in items:
+        folder = item.path.parent.name
+        group = "ray" if folder == "e2e" else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
 def one_torch_thread():
     """Workspaces of CPU kernels grow with the threads; a worker computes with one."""

@@ -81,9 +81,15 @@ def execute(
     from osdp_ray.execution.failures import translate
     from osdp_ray.execution.worker import train_worker
 
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without the one for datasets: ray 2.60 starts processes with Ray Data for it, and there are none."""
+            callbacks = super()._create_default_callbacks()
+            return [callback for callback in callbacks if type(callback).__name__ != "DatasetsCallback"]
+
     run_dir = Path(run_dir).resolve()
     storage = run_dir / RAY_FOLDER
-    trainer = TorchTrainer(
+    trainer = Trainer(
         train_worker,
         train_loop_config={
             "workload": ray.cloudpickle.dumps(workload),

@@ -236,14 +236,13 @@ def test_a_job_gets_the_code_and_not_what_git_ignores(
 
 
 def test_a_job_that_cannot_work_fails_with_one_line(head: Head, checkout: Path, data: Path, tmp_path: Path) -> None:
-    done = submit(
-        head, checkout, *MODEL, *BATCH, "--data", str(data), "--memory-budget", "64KiB", "--out", str(tmp_path / "run")
-    )
+    too_many = ("--num-workers", "40", "--global-batch", "40", "--micro-batch", "1")
+    done = submit(head, checkout, *MODEL, *too_many, "--data", str(data), "--out", str(tmp_path / "run"))
     log = done.stdout + done.stderr
     assert done.returncode != 0
     errors = set(re.findall(r"^error: .*$", log, re.MULTILINE))  # a set: Ray repeats the end of a failed job's log
     assert len(errors) == 1, log
-    assert re.search(r"no plan fits in 64\.00 KiB .* Raise --memory-budget to at least \d", errors.pop())
+    assert re.search(r"40 workers were asked for and the cluster has 4 .* Give --num-workers 4 or fewer", errors.pop())
     assert "exit code 2" in log
     assert "Traceback" not in log
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -1,15 +1,13 @@
-"""A small GPT through the whole pipeline on one embedded Ray: budgets, worlds, a re-plan, an interrupt."""
+"""A small GPT through the whole pipeline on one embedded Ray: budgets, worlds, a re-plan."""
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
 
 import pytest
 
 from osdp_ray.discovery import connect
-from osdp_ray.errors import InfeasibleError, Interrupted
+from osdp_ray.errors import InfeasibleError
 from osdp_ray.observation import load_parquet
 from osdp_ray.pipeline import run
 from osdp_ray.records.plan import Plan
@@ -132,37 +130,3 @@ def test_the_number_of_workers_does_not_change_the_losses(workload, roomy, tmp_p
     assert len(summary.measured_peak_bytes) == num_workers
     assert_within_budget_and_prediction(summary)
     assert losses(tmp_path) == pytest.approx(losses(roomy[0]), rel=1e-4)
-
-
-def test_an_interrupted_run_resumes_and_ends_bit_for_bit_like_the_uninterrupted_one(workload, roomy, tmp_path):
-    earlier_run(roomy, tmp_path)
-    sent = []
-
-    def interrupt(kind, facts):
-        if kind == "samples" and not sent:
-            sent.append(facts["samples"][-1].step)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    slow = Slow(**vars(workload))
-    with pytest.raises(Interrupted, match=r"signal 2 after step \d+; go on with --resume") as caught:
-        train(slow, tmp_path, resume=True, on_event=interrupt)
-    assert sent[0] <= caught.value.step < NUM_STEPS
-    assert caught.value.save_path.endswith(f"step-{caught.value.step:08d}")
-
-    summary = train(workload, tmp_path, resume=True)
-    assert losses(tmp_path) == losses(roomy[0])
-    assert summary.eval_loss == roomy[1].eval_loss
-    assert (summary.first_loss, summary.num_plans) == (roomy[1].first_loss, 1)
-
-
-class Slow(GptWorkload):
-    """Steps long enough for an interrupt to arrive between them; otherwise the same workload."""
-
-    def loss(self, model, batch):
-        import time
-
-        time.sleep(0.2)
-        return super().loss(model, batch)
-
-    def hash(self):
-        return GptWorkload(**vars(self)).hash()
