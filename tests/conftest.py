@@ -14,6 +14,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items):
     """Under pytest-xdist the tests of a file stay together, and of those that start Ray one runs at a time."""
     for item in items:
