@@ -19,7 +19,7 @@ train: install
 		--out runs/$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+E2E = "tests/e2e/"
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
@@ -14,13 +15,21 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items):
-    """Under pytest-xdist the tests of a file stay together, and of those that start Ray one runs at a time."""
-    for item in items:
-        folder = item.path.parent.name
-        group = "ray" if folder == "e2e" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """The longest first: whole runs."""
+    items.sort(key=lambda item: not item.nodeid.startswith(E2E))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """The tests of a file stay together, and of whole runs one goes on at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return E2E if nodeid.startswith(E2E) else nodeid.split("::", 1)[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
