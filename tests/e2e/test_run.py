@@ -11,6 +11,7 @@ from osdp_ray.errors import InfeasibleError
 from osdp_ray.observation import load_parquet
 from osdp_ray.pipeline import run
 from osdp_ray.records.plan import Plan
+from osdp_ray.records.profile import Profile
 from osdp_ray.workloads.gpt import GptWorkload
 
 NUM_STEPS, GLOBAL_BATCH = 12, 8
@@ -81,7 +82,11 @@ def test_a_run_trains_within_its_budget_as_predicted(roomy):
     }
 
 
-def test_three_budgets_give_three_plans_that_keep_them_and_the_same_losses(workload, roomy, leanest_bytes, tmp_path):
+def test_three_budgets_give_three_plans_that_keep_them_and_the_same_losses(
+    workload, roomy, leanest_bytes, tmp_path, monkeypatch
+):
+    measured = Profile.load(roomy[0] / "profile.json")
+    monkeypatch.setattr("osdp_ray.pipeline.make_profile", lambda workload, cluster: measured)  # saves profiling again
     decisions = [Plan.load(roomy[0] / "plan-0.json").decisions]
     half_bytes = (leanest_bytes + roomy[1].predicted_peak_bytes) // 2
     for name, budget_bytes in (("half", half_bytes), ("tight", int(leanest_bytes * 1.02))):

@@ -1,7 +1,5 @@
 """Bytes of models whose values decide what runs, traced with real tensors, and of parameters that no loss reaches."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -67,9 +65,9 @@ def difference(workload, name, recompute, accumulation=1):
 @pytest.mark.parametrize(
     ("layer", "name", "recompute", "accumulation"),
     [
-        *itertools.product((Unused, HalfUsed), ("ZeRO-3",), ("none",), (1, 2)),
-        (Unused, "DP", "full", 2),
-        (HalfUsed, "ZeRO-2", "full", 1),
+        (Unused, "ZeRO-3", "none", 2),
+        (Unused, "DP", "full", 1),
+        (HalfUsed, "ZeRO-2", "full", 2),
     ],
 )
 def test_parameters_that_no_loss_reaches_hold_neither_gradient_nor_state(layer, name, recompute, accumulation):
@@ -77,7 +75,7 @@ def test_parameters_that_no_loss_reaches_hold_neither_gradient_nor_state(layer, 
     assert difference(workload, name, recompute, accumulation)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["gpt-tied", "alternating", "two-streams", "conv-net"])
+@pytest.mark.parametrize("name", ["gpt-tied", "two-streams"])
 def test_real_tensors_give_the_trace_of_fake_ones(name):
     workload = MODELS[name]()
     fake = trace(workload)
@@ -85,8 +83,7 @@ def test_real_tensors_give_the_trace_of_fake_ones(name):
     assert trace(workload) == fake
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("layer", [Reading, Leaving, Custom])
+@pytest.mark.parametrize(("layer", "recompute"), [(Reading, "full"), (Leaving, "none"), (Custom, "full")])
 def test_what_fake_tensors_cannot_run_is_exact_by_real_ones(layer, recompute):
     workload = Built(lambda: Stack([Layer(), layer(), layer(), Layer()]))
     workload.measure = True
