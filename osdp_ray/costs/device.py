@@ -4,13 +4,15 @@ The lines: `allocator`, what a caching allocator reserves beyond what tensors ho
 `communicators`, NCCL's buffers. On CPUs there are none. What gloo copies is in the peak: it is tensors.
 """
 
+import math
+
 from osdp_ray.records.profile import Profile
 
 
 def held_beside(profile: Profile, peak_bytes: int) -> dict[str, int]:
     """Bytes beside a peak of tensors, by line; lines without any are left out."""
     lines = {
-        "allocator": round(peak_bytes * profile.calibration.reserved_fraction),
+        "allocator": math.ceil(peak_bytes * profile.calibration.reserved_fraction),
         "context": profile.context_bytes,
         "communicators": profile.communicator_bytes,
     }
@@ -20,4 +22,8 @@ def held_beside(profile: Profile, peak_bytes: int) -> dict[str, int]:
 def tensor_budget_bytes(profile: Profile, budget_bytes: int) -> int:
     """The highest peak of tensors with which a device holds no more than `budget_bytes`."""
     left_bytes = budget_bytes - profile.context_bytes - profile.communicator_bytes
-    return max(0, int(left_bytes / (1 + profile.calibration.reserved_fraction)))
+    fraction = profile.calibration.reserved_fraction
+    peak_bytes = int(left_bytes / (1 + fraction)) + 1
+    while peak_bytes > 0 and peak_bytes + math.ceil(peak_bytes * fraction) > left_bytes:  # once or twice: rounding
+        peak_bytes -= 1
+    return max(0, peak_bytes)

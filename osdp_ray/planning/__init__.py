@@ -11,7 +11,7 @@ import dataclasses
 from osdp_ray.costs import predict, tensor_budget_bytes
 from osdp_ray.errors import UsageError
 from osdp_ray.planning.layout import build_layout, compute_s
-from osdp_ray.planning.lean import infeasible
+from osdp_ray.planning.lean import infeasible, leanest
 from osdp_ray.planning.menus import StepShape
 from osdp_ray.planning.search import MAX_SOLVES, ROUNDING_FRACTION, ShapeSearch, Tally, better
 from osdp_ray.planning.search import Candidate as _Candidate
@@ -47,9 +47,12 @@ def plan(
         if found is not None and (best is None or better(found, best)):
             best = found
     tally = Tally()
-    best = _search(profile, shapes, limit_bytes, best, tally)
+    if limit_bytes > 0:
+        best = _search(profile, shapes, limit_bytes, best, tally)
     if best is None:
-        raise infeasible(profile, shapes, budget_bytes)
+        best = leanest(profile, shapes)
+        if best.prediction.peak_bytes > limit_bytes:
+            raise infeasible(profile, best, budget_bytes)
     made = Plan(
         workload=profile.workload,
         workload_hash=profile.workload_hash,

@@ -23,22 +23,21 @@ _MAX_SOLVES = 6
 _MAX_MENDED_SECTIONS = 240  # of a plan that is mended: each mend of a deep model simulates more
 
 
-def infeasible(profile: Profile, shapes: list[StepShape], budget_bytes: int) -> InfeasibleError:
-    """The error with the smallest budget that fits: that of the leanest plan at the smallest micro-batch.
+def infeasible(profile: Profile, lean: Candidate, budget_bytes: int) -> InfeasibleError:
+    """The error with the smallest budget that fits: that of the leanest plan."""
+    peaks = explain_section_peaks(profile, lean.sections, **as_words(lean.shape))
+    peak = max(peaks, key=lambda found: found.peak_bytes)
+    holder = largest_operator(profile, peak.section)
+    return InfeasibleError(budget_bytes, lean.prediction.device_bytes, peak.phase, holder, lean.shape.micro_batch)
+
+
+def leanest(profile: Profile, shapes: list[StepShape]) -> Candidate:
+    """The plan with the lowest peak at the smallest micro-batch, of the program's and the uniform ones.
 
     Whole gradients that wait are never leaner, so only shapes that reduce in every micro-batch are looked at.
     """
     smallest = min(shape.micro_batch for shape in shapes)
     shape = next(shape for shape in shapes if shape.micro_batch == smallest and shape.synchronise == "every")
-    lean = leanest(profile, shape)
-    peaks = explain_section_peaks(profile, lean.sections, **as_words(shape))
-    peak = max(peaks, key=lambda found: found.peak_bytes)
-    holder = largest_operator(profile, peak.section)
-    return InfeasibleError(budget_bytes, lean.prediction.device_bytes, peak.phase, holder, smallest)
-
-
-def leanest(profile: Profile, shape: StepShape) -> Candidate:
-    """The plan with the lowest peak at a step shape, of the program's and the uniform ones."""
     finder = _Leanest(build_layout(profile, shape))
     return candidate(profile, finder.run(), shape)
 

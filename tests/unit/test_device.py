@@ -1,6 +1,7 @@
 """What a device holds beside tensors: measured, predicted, kept out of the budget, learned from telemetry."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_a_cpu_holds_nothing_beside_tensors(bare):
 def test_the_lines_beside_tensors_are_of_the_budget(bare, burdened):
     prediction = made(burdened).prediction
     assert prediction.held_beside == {
-        "allocator": round(prediction.peak_bytes * 0.25),
+        "allocator": math.ceil(prediction.peak_bytes * 0.25),
         "context": 3 * MIB,
         "communicators": MIB,
     }
