@@ -76,10 +76,10 @@ class FakeRank:
                 batch = tree_map(self._copy, drawn)
                 loss = self.workload.loss(self.model, batch)
                 del loss, batch
+                for module in self.model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
         self.model.train()
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def _copy(self, leaf: Any) -> Any:
         return leaf.to(self.device, copy=True) if isinstance(leaf, torch.Tensor) else leaf

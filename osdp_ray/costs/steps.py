@@ -120,10 +120,9 @@ def evaluation_bytes(
 
 
 def play_evaluation(simulator: StepSimulator, micro_batch: int, rank: int = 0) -> None:
-    """Plays two batches: what a unit keeps gathered of the first one is there from the start of the second."""
+    """Plays one batch: after each, the executor frees what units keep gathered, so none holds more than the first."""
     simulator.live = simulator.peak = persistent_bytes(simulator, rank)
-    for _ in range(2):
-        simulator.play_evaluation(micro_batch)
+    simulator.play_evaluation(micro_batch)
 
 
 def persistent_bytes(simulator: StepSimulator, rank: int = 0) -> int:

@@ -1,6 +1,6 @@
 """What runs on every worker: the training loop of one attempt under one plan.
 
-Order of one optimizer step, which `costs.simulate_step` mirrors:
+Order of one optimizer step, which `costs.simulate_bytes` mirrors:
 
     for each micro-batch of the accumulation:   batch, loss, (loss / accumulation).backward(), drop references
     clip_gradients, optimizer.step(), optimizer.zero_grad(set_to_none=True), scheduler.step()
@@ -283,10 +283,8 @@ class TrainLoop:
                 on_device = to_device(batch, self.device)
                 total[0].add_(user_code.loss(self.workload, self.model, on_device, needs_gradient=False))
                 total[1].add_(1)
+                self._reshard()
         self.model.train()
-        for module in self.model.modules():  # kept gathered parameters wait for a backward that never comes
-            if isinstance(module, FSDPModule):
-                module.reshard()
         dist.all_reduce(total)
         loss_sum, num_batches = total.tolist()
         if num_batches == 0:
@@ -294,6 +292,13 @@ class TrainLoop:
         if self.rank == 0:
             self.observer.note("eval", step=self.step, loss=loss_sum / num_batches)
         return loss_sum / num_batches
+
+    def _reshard(self) -> None:
+        """Kept gathered parameters wait for a backward that never comes, and would be there all through the next batch:
+        more than a forward in training holds."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _save(self) -> None:
         if self.saved_step == self.step:

@@ -3,7 +3,7 @@
 The model is a row of sections in the order of execution: `stem` (what runs before the first block), the blocks, and
 `head` (what runs after the last one, the loss included). Sections of the same structure share a SectionClass. A class
 owns operators (modules that own parameters) and, per way to recompute, a trace: its allocator events in one forward
-and backward, each size an affine function of the micro-batch. `costs.simulate_step` plays a whole step from them.
+and backward, each size an affine function of the micro-batch. `costs.simulate_bytes` plays a whole step from them.
 """
 
 import dataclasses
