@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from osdp_ray.costs.units import GRANULE_BYTES
-from osdp_ray.execution.apply import parallelize
+from osdp_ray.execution.apply import free_gathered, parallelize
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.observation.allocator import AllocatorPeak
 from osdp_ray.records.plan import Plan
@@ -76,9 +75,7 @@ class FakeRank:
                 batch = tree_map(self._copy, drawn)
                 loss = self.workload.loss(self.model, batch)
                 del loss, batch
-                for module in self.model.modules():
-                    if isinstance(module, FSDPModule):
-                        module.reshard()
+                free_gathered(self.model)
         self.model.train()
 
     def _copy(self, leaf: Any) -> Any:

@@ -52,6 +52,7 @@ WORLDS: tuple[tuple[int, ...], ...] = (
 HYBRID_CHOICES = {
     "HSDP": Choice(shard_over="node", regather=True),
     "HSDP-2": Choice(shard_over="node", regather=False),
+    "ZeRO-3 hpZ": Choice(shard_over="world", regather=True, keep_node_shard=True),
 }
 _ACCUMULATIONS = (1, 1, 1, 2, 3, 4)
 _MAX_MICRO_BATCH = 6

@@ -2,8 +2,8 @@
 
     before forward   gather: a flat buffer, then the whole parameters; the flat buffer of one unit is freed when the
                      next unit copies out, the last one at the end of the model's forward
-    after forward    whole parameters freed, unless the unit keeps them
-    before backward  gather again where they were freed, flat buffer freed at once, then the flat buffer of the unit
+    after forward    whole parameters freed, unless the unit keeps them, or copied into a shard of the node's size
+    before backward  gather again where they were freed (such a shard is freed after it), flat buffer freed at once, then the flat buffer of the unit
                      that ran before it is gathered ahead
     after backward   whole parameters freed; the previous unit's reduction input freed, this one's allocated,
                      gradients copied into it and freed, the reduced shard allocated
@@ -41,6 +41,10 @@ class Fsdp2:
         if self.live + num_bytes > self.peak:
             self.peak = self.live + num_bytes
 
+    def _alloc_quietly(self, num_bytes: int) -> None:
+        """Bytes whose highest moment `_touch` has seen."""
+        self.live += num_bytes
+
     def _free(self, num_bytes: int) -> None:
         self.live -= num_bytes
 
@@ -65,11 +69,17 @@ class Fsdp2:
         if unit.gathered:
             return
         sizes = unit.sizes
-        self._gather_flat(unit)
-        self._copy_out(unit)
+        self._gather(unit)
         self._free(self.held_flat)  # a local of `wait_for_unshard` holds it until the copy out is done
         self.held_flat = sizes.flat_bytes
         unit.gathered = True
+
+    def _gather(self, unit: PlayedUnit) -> None:
+        self._gather_flat(unit)
+        self._copy_out(unit)
+        if unit.has_node_shard:
+            self._free(unit.sizes.node_shard_bytes)
+            unit.has_node_shard = False
 
     def _gather_flat(self, unit: PlayedUnit) -> None:
         """The flat buffer of a gather, unless it was gathered ahead."""
@@ -81,7 +91,8 @@ class Fsdp2:
 
     def _alloc_flat(self, unit: PlayedUnit) -> None:
         self._alloc(unit.sizes.flat_bytes)
-        self._touch(unit.sizes.cast_bytes + (unit.sizes.flat_bytes if self.copies else 0))
+        cast_bytes = 0 if unit.has_node_shard else unit.sizes.cast_bytes  # such a shard is in the compute type
+        self._touch(cast_bytes + (unit.sizes.flat_bytes if self.copies else 0))
 
     def _copy_out(self, unit: PlayedUnit) -> None:
         self._touch(unit.sizes.copy_peak_bytes)
@@ -105,6 +116,10 @@ class Fsdp2:
                 self.recompute_root = None
             return
         if unit.regather:
+            if unit.sizes.node_shard_bytes:
+                self._touch(unit.sizes.node_shard_peak_bytes)
+                self._alloc_quietly(unit.sizes.node_shard_bytes)
+                unit.has_node_shard = True
             self._free(unit.sizes.gathered_bytes)
             unit.gathered = False
         unit.last = subject
@@ -116,8 +131,7 @@ class Fsdp2:
             return
         unit.phase = "before"
         if not unit.gathered:
-            self._gather_flat(unit)
-            self._copy_out(unit)
+            self._gather(unit)
             self._free(unit.sizes.flat_bytes)
             unit.gathered = True
         if unit.order:
@@ -191,6 +205,9 @@ class Fsdp2:
         self.recompute_root = None
         for units in self.units:
             for unit in units:
+                if unit.has_node_shard:
+                    self._free(unit.sizes.node_shard_bytes)
+                    unit.has_node_shard = False
                 if unit.pending:
                     self._free(unit.sizes.flat_bytes)
                     self.pending_bytes -= unit.sizes.flat_bytes

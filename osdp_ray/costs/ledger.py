@@ -128,6 +128,7 @@ class _Ledger(StepSimulator):
             name = self.sections[position].name
             for kind, num_bytes in (
                 ("gathered parameters", sum(u.sizes.gathered_bytes for u in units if u.gathered)),
+                ("parameters kept for the node", sum(u.sizes.node_shard_bytes for u in units if u.has_node_shard)),
                 ("gradients to be reduced", sum(u.gradient_bytes + u.full_gradient_bytes for u in units)),
                 ("reduced gradients", sum(u.sizes.gradient_bytes for u in units if u.has_shard_gradient)),
             ):

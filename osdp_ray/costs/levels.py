@@ -62,6 +62,7 @@ class PlayedUnit:
         "full_gradient_bytes",
         "gathered",
         "gradient_bytes",
+        "has_node_shard",
         "has_shard_gradient",
         "last",
         "modules_of",
@@ -77,7 +78,7 @@ class PlayedUnit:
         self.sizes, self.regather, self.modules_of = sizes, choice.regather, modules_of
         self.num_modules = sum(modules_of.values())
         self.all_reduces = choice.shard_over != "world"
-        self.gathered = self.pending = self.has_shard_gradient = False
+        self.gathered = self.pending = self.has_shard_gradient = self.has_node_shard = False
         self.full_gradient_bytes = 0  # whole gradients that wait for a micro-batch that synchronises
         self.order: list[int] = []  # positions in the order of forward
         self.reset()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from osdp_ray.costs.gathering import Fsdp2, local_subject
 from osdp_ray.costs.levels import Held, PlayedUnit, SectionBytes
 from osdp_ray.costs.programs import BEAR, EVALUATION, RUN, Pass, table_of
+from osdp_ray.costs.splitting import Splits, splits_of
 from osdp_ray.records.plan import SectionPlan
 from osdp_ray.records.profile import (
     ENTER,
@@ -34,6 +35,7 @@ class StepSimulator(Fsdp2):
         self.times = (1,) * len(sections)  # how many sections of the model each one stands for
         self.table = table_of(profile)
         self.by_operator: list[dict[int, PlayedUnit]] = []
+        self.splits: list[Splits] = []
         for section, class_index in zip(sections, class_indices, strict=True):
             self._add_units(section, class_index)
         self.section_of_class = {class_index: position for position, class_index in enumerate(class_indices)}
@@ -43,15 +45,15 @@ class StepSimulator(Fsdp2):
         self.gradient_outputs: list[list[Held | None]] = [[] for _ in sections]
 
     def _add_units(self, section: SectionPlan, class_index: int) -> None:
-        section_class = self.profile.classes[class_index]
-        index_of = {operator.name: index for index, operator in enumerate(section_class.operators)}
+        splits = splits_of(self.profile.classes[class_index], section.units)
+        chosen = self.table.split_class(class_index, splits)
+        index_of = chosen.subjects
+        num_modules = {index_of[operator.name]: len(operator.modules) for operator in chosen.section_class.operators}
         units: list[PlayedUnit] = []
         by_operator: dict[int, PlayedUnit] = {}
         for position, planned in enumerate(section.units):
             at_door = section.is_block and position == 0
-            modules = {
-                index_of[name]: len(section_class.operators[index_of[name]].modules) for name in planned.operators
-            }
+            modules = {index_of[name]: num_modules[index_of[name]] for name in planned.operators}
             unit = PlayedUnit(
                 self.table.unit_bytes(class_index, planned), planned.choice, {SECTION: 1} if at_door else modules
             )
@@ -62,6 +64,7 @@ class StepSimulator(Fsdp2):
                 by_operator |= {index_of[name]: unit for name in planned.operators}
         self.units.append(units)
         self.by_operator.append(by_operator)
+        self.splits.append(splits)
 
     # -- one section, one pass
 
@@ -83,6 +86,7 @@ class StepSimulator(Fsdp2):
             micro_batch,
             frozenset(self.by_operator[position]),
             in_backward=self.in_backward,
+            splits=self.splits[position],
         )
         for code, subject, first, second in compiled.steps:
             if code == RUN:

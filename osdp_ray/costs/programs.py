@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, Final, Literal
 
+from osdp_ray.costs.splitting import SplitClass, Splits, split_class, split_trace, splits_of
 from osdp_ray.costs.units import GRANULE_BYTES, UnitBytes, round_up, unit_bytes
 from osdp_ray.records.plan import Unit
 from osdp_ray.records.profile import (
@@ -58,22 +59,37 @@ class Table:
             **{(trace.class_index, trace.recompute): trace for trace in profile.traces},
             **{(trace.class_index, EVALUATION): trace for trace in profile.evaluation},
         }
-        self._operator_of = [
-            {parameter: index for index, operator in enumerate(section.operators) for parameter in operator.parameters}
-            for section in profile.classes
-        ]
+        self._split: dict[tuple[int, Splits], SplitClass] = {}
+        self._split_traces: dict[tuple[int, str, Splits], SectionTrace] = {}
 
     def unit_bytes(self, class_index: int, unit: Unit) -> UnitBytes:
         key = (class_index, unit)
         if key not in self._units:
+            splits = splits_of(self.profile.classes[class_index], (unit,))
             self._units[key] = unit_bytes(
-                self.profile.classes[class_index],
+                self.split_class(class_index, splits).section_class,
                 unit,
                 self.profile.ranks_per_node,
                 self.profile.precision,
                 self.profile.device_kind,
             )
         return self._units[key]
+
+    def split_class(self, class_index: int, splits: Splits) -> SplitClass:
+        """A class with its operators or, where they are split, their slices."""
+        key = (class_index, splits)
+        if key not in self._split:
+            self._split[key] = split_class(self.profile.classes[class_index], splits)
+        return self._split[key]
+
+    def _trace(self, class_index: int, recompute: str, splits: Splits) -> SectionTrace:
+        trace = self._traces[class_index, recompute]
+        if not splits:
+            return trace
+        key = (class_index, recompute, splits)
+        if key not in self._split_traces:
+            self._split_traces[key] = split_trace(trace, self.profile.classes[class_index], splits)
+        return self._split_traces[key]
 
     def compiled(
         self,
@@ -83,16 +99,26 @@ class Table:
         hooks: frozenset[int],
         *,
         in_backward: bool,
+        splits: Splits = (),
     ) -> Pass:
         """A pass in which only the hooks of the subjects in `hooks` (and the model's, and foreign ones) matter."""
-        key = (class_index, recompute, micro_batch, hooks, in_backward)
+        key = (class_index, recompute, micro_batch, hooks, in_backward, splits)
         if key not in self._passes:
-            trace = self._traces[class_index, recompute]
-            self._passes[key] = self._compile(trace, class_index, micro_batch, hooks, in_backward=in_backward)
+            trace, operator_of = self._trace(class_index, recompute, splits), self._operator_of(class_index, splits)
+            self._passes[key] = self._compile(trace, operator_of, micro_batch, hooks, in_backward=in_backward)
         return self._passes[key]
 
+    def _operator_of(self, class_index: int, splits: Splits) -> dict[int, int]:
+        return self.split_class(class_index, splits).operator_of
+
     def _compile(
-        self, trace: SectionTrace, class_index: int, micro_batch: int, hooks: Collection[int], *, in_backward: bool
+        self,
+        trace: SectionTrace,
+        operator_of: dict[int, int],
+        micro_batch: int,
+        hooks: Collection[int],
+        *,
+        in_backward: bool,
     ) -> Pass:
         kind = self.profile.device_kind
         rows = {False: _rows(trace.forward, micro_batch, kind), True: _rows(trace.backward, micro_batch, kind)}
@@ -118,7 +144,7 @@ class Table:
                 if net or peak:
                     steps.append((RUN, 0, net, peak))
                     net = peak = 0
-                steps.append(self._special(code, subject, buffer, sizes, class_index))
+                steps.append(self._special(code, subject, buffer, sizes, operator_of))
         if net or peak:
             steps.append((RUN, 0, net, peak))
         return Pass(
@@ -128,7 +154,7 @@ class Table:
         )
 
     def _special(
-        self, code: int, subject: int, buffer: int, sizes: dict[int, int], class_index: int
+        self, code: int, subject: int, buffer: int, sizes: dict[int, int], operator_of: dict[int, int]
     ) -> tuple[int, int, int, int]:
         if code == ALLOC:
             return (BEAR, buffer, sizes[buffer], 0)
@@ -138,9 +164,9 @@ class Table:
             return (code, subject, 0, 0)
         if subject >= FOREIGN:
             owner, parameter = divmod(subject, FOREIGN)
-            operator = FOREIGN * owner + self._operator_of[owner - 1][parameter]
+            operator = FOREIGN * owner + self._operator_of(owner - 1, ())[parameter]
         else:
-            operator = self._operator_of[class_index][subject]
+            operator = operator_of[subject]
         return (GRADIENT, operator, sizes.get(buffer, 0), min(buffer, 0))
 
 

@@ -2,7 +2,7 @@
 
 A unit's collectives per micro-batch: a gather before forward and, if it was freed, one before backward; then a
 reduce-scatter (world), an all-reduce (none), or a reduce-scatter inside the node and an all-reduce across nodes
-(node). FSDP2 copies gathered parameters out of, and gradients into, flat buffers; a replicated unit copies too. Copies
+(node). Where a node's shard is kept, the second gather stays inside the node. FSDP2 copies gathered parameters out of, and gradients into, flat buffers; a replicated unit copies too. Copies
 are computation: they take turns with it wherever communication runs.
 """
 
@@ -90,11 +90,14 @@ def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> UnitSec
     gather_s = 0.0
     if sizes.group_size > 1:
         gather_s = _collective(profile, _group(choice), "all_gather", sizes.flat_bytes) * factor
+    gather_again_s = gather_s
+    if choice.keep_node_shard:
+        gather_again_s = _collective(profile, "node", "all_gather", sizes.flat_bytes) * factor
     reduce_copies = 2 if sizes.group_size == 1 else 1
     return UnitSeconds(
         gather_forward_s=gather_s,
-        gather_backward_s=gather_s if choice.regather else 0.0,
-        copy_forward_s=copy_s,
+        gather_backward_s=gather_again_s if choice.regather else 0.0,
+        copy_forward_s=copy_s + sizes.node_shard_bytes / profile.copy_bytes_per_s * factor,
         copy_backward_s=copy_s if choice.regather else 0.0,
         reduce_s=_reduce_s(profile, choice, sizes) * factor,
         copy_reduce_s=reduce_copies * sizes.reduce_bytes / profile.copy_bytes_per_s * factor,

@@ -17,6 +17,8 @@ class UnitBytes:
     cast_bytes      the shards in the compute type, while they are copied into the flat buffer
     gathered_bytes  whole parameters while they are in use (a replicated unit copies its parameters too)
     copy_peak_bytes highest while the whole parameters are allocated, above the level before
+    node_shard_bytes      what is kept of them after forward where a node's shard is, 0 elsewhere
+    node_shard_peak_bytes highest while it is copied out of them, parameter by parameter, above the level before
     reduce_bytes    input of the gradient reduction
     gradient_bytes  its output, the gradient held until the optimizer's step
     last_gradient_bytes  the whole gradient of the last parameter; where they are scattered it outlives the others
@@ -36,6 +38,8 @@ class UnitBytes:
     cast_bytes: int
     gathered_bytes: int
     copy_peak_bytes: int
+    node_shard_bytes: int
+    node_shard_peak_bytes: int
     reduce_bytes: int
     gradient_bytes: int
     num_trainable: int
@@ -95,13 +99,19 @@ def unit_bytes(
         computed(parameter) if computed(parameter) != parameter.shard_bytes(size) else 0 for parameter in parameters
     ]
     last = trainable[-1] if trainable else None
+    gathered = [round_up(computed(parameter) * size, granule) for parameter in parameters]
+    kept = [0] * len(parameters)
+    if unit.choice.keep_node_shard:
+        kept = [round_up(computed(parameter) * size // ranks_per_node[0], granule) for parameter in parameters]
     return UnitBytes(
         group_size=size,
         granule=granule,
         shard_bytes=sum(round_up(parameter.shard_bytes(size), granule) for parameter in parameters),
         flat_bytes=round_up(shard * size, granule) if size > 1 else 0,
         cast_bytes=sum(casts) if size > 1 else 0,
-        gathered_bytes=sum(round_up(computed(parameter) * size, granule) for parameter in parameters),
+        gathered_bytes=sum(gathered),
+        node_shard_bytes=sum(kept),
+        node_shard_peak_bytes=_exchange_peak(kept, gathered),
         copy_peak_bytes=shard * size if size > 1 else _copy_peak(list(map(computed, parameters)), casts),
         reduce_bytes=round_up(gradient * size, granule),
         gradient_bytes=gradient,
@@ -128,6 +138,15 @@ def _copy_peak(sizes: list[int], casts: list[int]) -> int:
         highest = max(highest, done + before + cast, done + cast + num_bytes)
         done += num_bytes
         before = cast
+    return highest
+
+
+def _exchange_peak(sizes: list[int], freed: list[int]) -> int:
+    """Highest while buffers are allocated one by one, each before another one is freed."""
+    highest = level = 0
+    for num_bytes, gone in zip(sizes, freed, strict=True):
+        highest = max(highest, level + num_bytes)
+        level += num_bytes - gone
     return highest
 
 

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from osdp_ray.errors import PlanMismatchError
 from osdp_ray.modeling.recompute import recompute_block
+from osdp_ray.modeling.splitting import split_operator
 from osdp_ray.records.plan import Plan, ShardOver, Unit
 from osdp_ray.records.profile import Precision
 
@@ -29,6 +31,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
     """
     if dist.get_world_size() != plan.num_ranks:
         raise PlanMismatchError("ranks", str(plan.num_ranks), str(dist.get_world_size()))
+    _split(model, plan)
     _check_operators(model, plan)
     meshes = _meshes(plan, device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     policy = _POLICIES[plan.precision]
@@ -78,6 +81,19 @@ def _shard(
 ) -> None:
     choice = unit.choice
     fully_shard(module, mesh=meshes[choice.shard_over], reshard_after_forward=choice.regather, mp_policy=policy)
+    if choice.keep_node_shard:
+        _keep_node_shard(module[0] if isinstance(module, list) else module, meshes["node"])
+
+
+def _keep_node_shard(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """What `reshard_after_forward=<ranks of a node>` does, on one mesh of all units: torch 2.13 would make process groups
+    of its own for each."""
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        group.post_forward_mesh_info = info
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
 
 
 def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:
@@ -90,7 +106,7 @@ def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:
     needed = {unit.choice.shard_over for section in plan.sections for unit in section.units}
     if "none" in needed:
         meshes["none"] = init_device_mesh(device_type, (num_ranks, 1), mesh_dim_names=names)
-    if "node" in needed:
+    if "node" in needed or any(unit.choice.keep_node_shard for section in plan.sections for unit in section.units):
         per_node = plan.ranks_per_node[0]
         meshes["node"] = init_device_mesh(device_type, (len(plan.ranks_per_node), per_node), mesh_dim_names=names)
     return meshes
@@ -99,6 +115,27 @@ def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:
 def _innermost_first(units: Iterable[Unit]) -> list[Unit]:
     """Units whose modules lie inside another unit's modules come before it: `fully_shard` works bottom-up."""
     return sorted(units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules))
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Frees what units keep from a forward whose backward never comes, where they would hold it until the next one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:  # torch 2.13 leaves a node's shard where it is
+                    parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
+
+
+def _split(model: nn.Module, plan: Plan) -> None:
+    """Puts slices in the place of the operators that the plan splits."""
+    known = {name for name, _ in model.named_modules()}
+    for section in plan.sections:
+        for operator, num_slices in section.splits.items():
+            path = f"{section.name}.{operator}" if section.is_block else operator
+            if path not in known:
+                raise PlanMismatchError("a model with module", repr(path), "not there")
+            split_operator(model, path, num_slices)
 
 
 def _check_operators(model: nn.Module, plan: Plan) -> None:

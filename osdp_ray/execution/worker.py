@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from osdp_ray.blame import calling
 from osdp_ray.errors import DivergedError, OsdpError, WorkerError, WorkerMemoryError, WorkloadError
-from osdp_ray.execution.apply import parallelize
+from osdp_ray.execution.apply import free_gathered, parallelize
 from osdp_ray.execution.clipping import clip_gradients
 from osdp_ray.execution.finite import is_finite
 from osdp_ray.execution.options import TrainOptions
@@ -283,7 +282,7 @@ class TrainLoop:
                 on_device = to_device(batch, self.device)
                 total[0].add_(user_code.loss(self.workload, self.model, on_device, needs_gradient=False))
                 total[1].add_(1)
-                self._reshard()
+                free_gathered(self.model)  # else the next batch held more than a forward in training does
         self.model.train()
         dist.all_reduce(total)
         loss_sum, num_batches = total.tolist()
@@ -292,13 +291,6 @@ class TrainLoop:
         if self.rank == 0:
             self.observer.note("eval", step=self.step, loss=loss_sum / num_batches)
         return loss_sum / num_batches
-
-    def _reshard(self) -> None:
-        """Kept gathered parameters wait for a backward that never comes, and would be there all through the next batch:
-        more than a forward in training holds."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def _save(self) -> None:
         if self.saved_step == self.step:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.errors import TraceError
 from osdp_ray.modeling import user_code
+from osdp_ray.modeling.splitting import slices_of
 from osdp_ray.workload import Workload
 
 
@@ -217,12 +218,16 @@ class Initialisation:
             if name not in skip and not name.startswith(outside):
                 _allocate(module, device, allocated)
         done: set[int] = set()
+        slices = slices_of(model)
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if tensor.is_meta or id(tensor) in done:
                     continue
                 done.add(id(tensor))
-                whole = self.whole(name, device, seed)
+                place = slices.get(name)
+                whole = self.whole(place.name if place else name, device, seed)
+                if place:
+                    whole = whole.narrow(place.dim, place.start, tensor.shape[place.dim])
                 if isinstance(tensor, DTensor):
                     sharded = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
                     tensor.to_local().copy_(sharded.to_local())

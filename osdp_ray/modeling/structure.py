@@ -5,11 +5,12 @@ blocks are put into 'stem' (run before the first block) or 'head' (run after it)
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
 from osdp_ray.errors import TraceError
+from osdp_ray.modeling.splitting import is_splittable
 from osdp_ray.records.profile import Operator, Parameter, Section, SectionClass
 
 
@@ -72,11 +73,16 @@ def signature(module: nn.Module) -> tuple[object, ...]:
 
 
 def build_structure(
-    model: nn.Module, blocks: tuple[str, ...], order: list[str], variants: Mapping[str, int] | None = None
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    order: list[str],
+    variants: Mapping[str, int] | None = None,
+    read: Collection[str] = (),
 ) -> Structure:
     """The structure of a model whose operators and blocks ran in `order` (paths, at their first entry).
 
-    Blocks of the same structure share a class, unless `variants` gives them different numbers.
+    Blocks of the same structure share a class, unless `variants` gives them different numbers. Operators in `read` have
+    weights that others read, so that they cannot be split.
     """
     position = {name: index for index, name in reversed(list(enumerate(order)))}
     ran_blocks = sorted((name for name in blocks if name in position), key=position.__getitem__)
@@ -89,7 +95,12 @@ def build_structure(
     ]
     head = [group for group in groups if group not in stem]
 
-    classes: list[SectionClass] = [_class(model, "stem", "", stem, is_block=False)]
+    inside = {name[len(prefix) :] for name in read for prefix in prefixes if name.startswith(prefix)}
+
+    def describe(name: str, prefix: str, groups: list[tuple[str, ...]], *, is_block: bool) -> SectionClass:
+        return _class(model, name, prefix, groups, inside if is_block else read, is_block=is_block)
+
+    classes: list[SectionClass] = [describe("stem", "", stem, is_block=False)]
     sections: list[Section] = [Section(name="stem", class_index=0)]
     seen: dict[tuple[object, ...], int] = {}
     for name in ran_blocks:
@@ -98,9 +109,9 @@ def build_structure(
         if key not in seen:
             seen[key] = len(classes)
             owners = [f"{name}.{owner}" if owner else name for owner in _owners(block)]
-            classes.append(_class(model, type(block).__name__, name, _tied(model, owners), is_block=True))
+            classes.append(describe(type(block).__name__, name, _tied(model, owners), is_block=True))
         sections.append(Section(name=name, class_index=seen[key]))
-    classes.append(_class(model, "head", "", head, is_block=False))
+    classes.append(describe("head", "", head, is_block=False))
     sections.append(Section(name="head", class_index=len(classes) - 1))
     return Structure(sections=tuple(sections), classes=tuple(classes))
 
@@ -131,7 +142,15 @@ def _tied(model: nn.Module, owners: list[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _class(model: nn.Module, name: str, prefix: str, groups: list[tuple[str, ...]], *, is_block: bool) -> SectionClass:
+def _class(
+    model: nn.Module,
+    name: str,
+    prefix: str,
+    groups: list[tuple[str, ...]],
+    read: Collection[str],
+    *,
+    is_block: bool,
+) -> SectionClass:
     cut = len(prefix) + 1 if prefix else 0
     parameters: list[Parameter] = []
     index_of: dict[int, int] = {}
@@ -164,6 +183,7 @@ def _class(model: nn.Module, name: str, prefix: str, groups: list[tuple[str, ...
                 modules=names,
                 parameters=tuple(indices),
                 buffer_bytes=buffer_bytes,
+                can_split=len(names) == 1 and names[0] not in read and is_splittable(model.get_submodule(group[0])),
             )
         )
     return SectionClass(name=name, is_block=is_block, operators=tuple(operators), parameters=tuple(parameters))

@@ -2,6 +2,7 @@
 
     DP      replicated          ZeRO-2, ZeRO-3  sharded over the world, kept gathered from forward to backward or not
     HSDP-2, HSDP                the same, sharded over the ranks of a node, where there are several
+    ZeRO-3 hpZ                  sharded over the world, a shard of the node's size kept from forward to backward
 
 Every assignment of choices to operators is considered where those are few. Where they are many, a section mixes at
 most two choices, and of operators of the same shape the first ones take the first of the two.
@@ -19,8 +20,9 @@ ZERO2 = Choice(shard_over="world", regather=False)
 ZERO3 = Choice(shard_over="world", regather=True)
 HSDP2 = Choice(shard_over="node", regather=False)
 HSDP = Choice(shard_over="node", regather=True)
+ZERO3_HPZ = Choice(shard_over="world", regather=True, keep_node_shard=True)
 CHOICES = (DP, ZERO2, ZERO3)
-CHOICES_OF_NODES = (*CHOICES, HSDP2, HSDP)
+CHOICES_OF_NODES = (*CHOICES, HSDP2, HSDP, ZERO3_HPZ)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 SMALL_FRACTION = 0.05  # operators below this share of their section's parameters follow its largest unit
 MAX_WHOLE_PRODUCT = 128

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from osdp_ray.records.plan import Plan, SectionPlan
+from osdp_ray.records.plan import Plan, SectionPlan, short_names
 from osdp_ray.schema import format_table
 from osdp_ray.units import format_bytes, format_seconds
 
@@ -75,7 +75,7 @@ def _does(section: SectionPlan) -> str:
     """What a section does, operator by operator where they differ."""
     if len(section.units) < 2:
         return section.label
-    units = [f"{unit.choice.label} ({_short(unit.operators)})" for unit in section.units]
+    units = [f"{choice.label} ({_short(short_names(operators))})" for choice, operators in section.units_alike()]
     recompute = "" if section.recompute == "none" else f", recompute {section.recompute}"
     return " + ".join(units) + recompute
 

@@ -281,7 +281,7 @@ def _unit_figures(profile: Profile, class_index: int, unit: Unit) -> dict[str, f
         "persistent": sizes.shard_bytes + unit_state_bytes(sizes, profile.optimizer),
         "reduced": sizes.gradient_bytes,
         "whole": sum(parameter.num_bytes for parameter in sizes.trainable),
-        "held": 0 if unit.choice.regather else sizes.gathered_bytes,
+        "held": sizes.node_shard_bytes if unit.choice.regather else sizes.gathered_bytes,
         **dataclasses.asdict(unit_seconds(profile, class_index, unit)),
     }
 

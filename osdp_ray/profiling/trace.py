@@ -21,6 +21,7 @@ from osdp_ray.errors import TraceError, WorkloadError
 from osdp_ray.modeling import user_code
 from osdp_ray.modeling.materialize import build_bare
 from osdp_ray.modeling.recompute import recompute_block
+from osdp_ray.modeling.splitting import watch_weights
 from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
 from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling import values
@@ -121,7 +122,7 @@ def _trace_model(
             for recompute in _SPARES:
                 found.record(subject, dict.fromkeys(stands_for, recompute))
         variants = find_variants(draft, found.runs, stands_for)
-    return build_structure(model, blocks, order, variants), found
+    return build_structure(model, blocks, order, variants, found.read), found
 
 
 class _Found:
@@ -132,6 +133,7 @@ class _Found:
         self.runs: list[Run] = []
         self.evaluations: list[Run] = []
         self.counters: list[list[Counter]] = []
+        self.read: set[str] = set()  # operators whose weights others read
 
     def record(self, subject: "_Subject", recomputes: Mapping[str, Recompute]) -> list[str]:
         """Records a run at every micro-batch; returns the modules in the order in which they were entered."""
@@ -144,7 +146,8 @@ class _Found:
 
     def record_evaluation(self, subject: "_Subject") -> None:
         """Records a forward without gradients at every micro-batch."""
-        recorders = [subject.record({}, batch, evaluates=True) for batch in self.batches]
+        with watch_weights(subject.model) as self.read:
+            recorders = [subject.record({}, batch, evaluates=True) for batch in self.batches]
         self.evaluations.append(self._join({}, recorders))
 
     def _join(self, recomputes: Mapping[str, Recompute], recorders: list[Recorder]) -> Run:

@@ -18,15 +18,19 @@ class Choice:
     """How one operator's parameters, gradients and optimizer state are held.
 
     `shard_over`: replicated ('none'), or sharded over the ranks of a node or of the world. `regather`: free the
-    gathered parameters after forward and gather them again in backward, or keep them in between.
+    gathered parameters after forward and gather them again in backward, or keep them in between. With
+    `keep_node_shard` a rank keeps, in between, its part of what its node shares, and gathers again inside the node.
     """
 
     shard_over: ShardOver
     regather: bool
+    keep_node_shard: bool = False
 
     @property
     def label(self) -> str:
-        """The field's name of the choice: DP, ZeRO-2, ZeRO-3, HSDP."""
+        """The field's name of the choice: DP, ZeRO-2, ZeRO-3, HSDP; ZeRO++ names the node-sized shard hpZ."""
+        if self.keep_node_shard:
+            return "ZeRO-3 hpZ"
         names = {"none": ("DP", "DP"), "node": ("HSDP-2", "HSDP"), "world": ("ZeRO-2", "ZeRO-3")}
         return names[self.shard_over][self.regather]
 
@@ -35,12 +39,52 @@ class Choice:
 class Unit:
     """Operators of one section that share a choice and so one collective: one FSDP unit. Names are relative.
 
-    `modules` are the modules that own their parameters, more than the operators where parameters are tied.
+    A slice of an operator is an operator of its own: 'mlp.up#0/4' is the first of four (see `slice_name`). `modules`
+    are the modules that own their parameters, more than the operators where parameters are tied.
     """
 
     operators: tuple[str, ...]
     modules: tuple[str, ...]
     choice: Choice
+
+
+def slice_name(operator: str, index: int, num_slices: int) -> str:
+    """The name of slice `index` of `num_slices` of an operator."""
+    return f"{operator}#{index}/{num_slices}"
+
+
+def parse_slice(name: str) -> tuple[str, int, int]:
+    """(operator, index, number of slices) of an operator's or a slice's name; a whole one is slice 0 of 1."""
+    operator, mark, position = name.rpartition("#")
+    if not mark:
+        return name, 0, 1
+    index, _, num_slices = position.partition("/")
+    return operator, int(index), int(num_slices)
+
+
+def short_names(operators: tuple[str, ...]) -> tuple[str, ...]:
+    """Names for people: all slices of an operator as one, 'mlp.up in 4 slices', some of them with their numbers."""
+    slices: dict[tuple[str, int], list[int]] = {}
+    for name in operators:
+        operator, index, num_slices = parse_slice(name)
+        slices.setdefault((operator, num_slices), []).append(index)
+    names = []
+    for (operator, num_slices), indices in slices.items():
+        if num_slices == 1:
+            names.append(operator)
+        elif len(indices) == num_slices:
+            names.append(f"{operator} in {num_slices} slices")
+        else:
+            names.append(f"{operator} slice{'s' * (len(indices) > 1)} {_ranges(indices)} of {num_slices}")
+    return tuple(names)
+
+
+def _ranges(indices: list[int]) -> str:
+    """Numbers from 1: '2', '1-3'."""
+    first, last = min(indices) + 1, max(indices) + 1
+    if last - first + 1 == len(indices):
+        return str(first) if first == last else f"{first}-{last}"
+    return ", ".join(str(index + 1) for index in sorted(indices))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,11 +104,28 @@ class SectionPlan:
         return tuple(".".join(part for part in (prefix, name) if part) for name in names)
 
     @property
+    def splits(self) -> dict[str, int]:
+        """Operators that run as slices, and how many."""
+        parsed = (parse_slice(name) for unit in self.units for name in unit.operators if "#" in name)
+        return {operator: num_slices for operator, _, num_slices in parsed}
+
+    def units_alike(self) -> tuple[tuple[Choice, tuple[str, ...]], ...]:
+        """Units for people: (choice, operators), slices of the same choice together."""
+        rows: dict[tuple[Choice, str], list[str]] = {}
+        for unit in self.units:
+            parsed = {parse_slice(name)[0] if "#" in name else "" for name in unit.operators}
+            key = unit.choice, parsed.pop() if len(parsed) == 1 else ""
+            rows.setdefault(key, []).extend(unit.operators)
+        return tuple((choice, tuple(operators)) for (choice, _), operators in rows.items())
+
+    @property
     def label(self) -> str:
         """A short name of what the section does: 'ZeRO-3', 'DP(mlp.fc) + ZeRO-3', ', recompute'."""
         parts = []
-        for unit in sorted(self.units, key=lambda unit: -len(unit.operators)):
-            parts.append(unit.choice.label if len(self.units) == 1 else f"{unit.choice.label} {len(unit.operators)} op")
+        alike = self.units_alike()
+        for choice, operators in sorted(alike, key=lambda row: -len(row[1])):
+            num, is_split = len(operators), any("#" in name for name in operators)
+            parts.append(choice.label if len(alike) == 1 else f"{choice.label} {num} {'slices' if is_split else 'op'}")
         label = " + ".join(parts) or "-"
         return label if self.recompute == "none" else f"{label}, recompute {self.recompute}"
 
@@ -166,15 +227,15 @@ class Plan(Record):
         for _, group in itertools.groupby(self.sections, key=lambda section: (section.recompute, section.units)):
             run = list(group)
             name = run[0].name if len(run) == 1 else f"{run[0].name} .. {run[-1].name}"
-            for index, unit in enumerate(run[0].units):
+            for index, (choice, operators) in enumerate(run[0].units_alike()):
                 rows.append(
                     (
                         name if index == 0 else "",
                         str(len(run)) if index == 0 else "",
-                        ", ".join(unit.operators),
-                        unit.choice.shard_over,
-                        "gather again" if unit.choice.regather else "keep",
-                        unit.choice.label,
+                        ", ".join(short_names(operators)),
+                        choice.shard_over,
+                        _between(choice),
+                        choice.label,
                         run[0].recompute,
                     )
                 )
@@ -198,6 +259,12 @@ class Plan(Record):
         if self.alternatives:
             lines += ["", format_table(*_alternatives(self))]
         return "\n".join(lines)
+
+
+def _between(choice: Choice) -> str:
+    if choice.keep_node_shard:
+        return "keep the node's"
+    return "gather again" if choice.regather else "keep"
 
 
 def _joined(counts: tuple[int, ...]) -> str:

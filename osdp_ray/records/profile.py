@@ -67,6 +67,7 @@ class Operator:
     """A module that owns parameters: the smallest thing that has a choice. Names are relative to its section.
 
     `modules` holds more than one name where modules share a parameter (tied weights) and must share the choice.
+    `can_split`: it is of a kind that runs as slices, and nobody but itself reads its weight.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Operator:
     modules: tuple[str, ...]
     parameters: tuple[int, ...]
     buffer_bytes: int
+    can_split: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
