@@ -9,8 +9,9 @@ from osdp_ray.costs.device import held_beside, tensor_budget_bytes
 from osdp_ray.costs.ledger import Holding, PhasePeak, explain_peaks, explain_section_peaks, peak_table
 from osdp_ray.costs.levels import PassBytes, SectionBytes, StepBytes
 from osdp_ray.costs.memory import StepSimulator
-from osdp_ray.costs.programs import table_of
+from osdp_ray.costs.programs import Table, table_of
 from osdp_ray.costs.seconds import SectionSeconds, UnitSeconds, section_seconds, unit_seconds
+from osdp_ray.costs.splitting import Splits, divides, split_class, splits_of, splittable
 from osdp_ray.costs.steps import evaluation_bytes, num_rounds, simulate_bytes, simulate_sections, unit_state_bytes
 from osdp_ray.costs.streams import beside, overlapped_s, step_seconds
 from osdp_ray.costs.units import WEIGHTLESS, UnitBytes
@@ -25,10 +26,13 @@ __all__ = [
     "SectionBytes",
     "SectionSeconds",
     "StepBytes",
+    "Splits",
     "StepSimulator",
+    "Table",
     "UnitBytes",
     "UnitSeconds",
     "beside",
+    "divides",
     "explain_peaks",
     "explain_section_peaks",
     "held_beside",
@@ -40,6 +44,9 @@ __all__ = [
     "section_seconds",
     "simulate_bytes",
     "simulate_sections",
+    "split_class",
+    "splits_of",
+    "splittable",
     "step_seconds",
     "table_of",
     "tensor_budget_bytes",

@@ -3,8 +3,8 @@
     before forward   gather: a flat buffer, then the whole parameters; the flat buffer of one unit is freed when the
                      next unit copies out, the last one at the end of the model's forward
     after forward    whole parameters freed, unless the unit keeps them, or copied into a shard of the node's size
-    before backward  gather again where they were freed (such a shard is freed after it), flat buffer freed at once, then the flat buffer of the unit
-                     that ran before it is gathered ahead
+    before backward  gather again where they were freed (such a shard is freed after it), flat buffer freed at once,
+                     then the flat buffer of the unit that ran before it is gathered ahead
     after backward   whole parameters freed; the previous unit's reduction input freed, this one's allocated,
                      gradients copied into it and freed, the reduced shard allocated
 

@@ -2,8 +2,9 @@
 
 A unit's collectives per micro-batch: a gather before forward and, if it was freed, one before backward; then a
 reduce-scatter (world), an all-reduce (none), or a reduce-scatter inside the node and an all-reduce across nodes
-(node). Where a node's shard is kept, the second gather stays inside the node. FSDP2 copies gathered parameters out of, and gradients into, flat buffers; a replicated unit copies too. Copies
-are computation: they take turns with it wherever communication runs.
+(node). Where a node's shard is kept, the second gather stays inside the node. FSDP2 copies gathered parameters out of,
+and gradients into, flat buffers; a replicated unit copies too. Copies are computation: they take turns with it wherever
+communication runs.
 """
 
 import dataclasses

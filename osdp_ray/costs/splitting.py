@@ -108,6 +108,12 @@ def weight_of(section_class: SectionClass, operator: int) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
+def divides(section_class: SectionClass, operator: int, num_slices: int) -> bool:
+    """Whether an operator's weight can be cut into so many slices of the same size."""
+    weight = weight_of(section_class, operator)
+    return weight is not None and section_class.parameters[weight].shape[1] % num_slices == 0
+
+
 def splittable(profile: Profile, class_index: int) -> tuple[int, ...]:
     """The operators of a class that can run as slices: of a kind that has them, alone in owning their parameters, run
     once, and with nothing in their traces that slices would do otherwise."""

@@ -86,8 +86,10 @@ def _shard(
 
 
 def _keep_node_shard(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """What `reshard_after_forward=<ranks of a node>` does, on one mesh of all units: torch 2.13 would make process groups
-    of its own for each."""
+    """What `reshard_after_forward=<ranks of a node>` does, on one mesh for all units.
+
+    torch 2.13 would make process groups of their own for each.
+    """
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for group in module._get_fsdp_state()._fsdp_param_groups:
         group.post_forward_mesh_info = info

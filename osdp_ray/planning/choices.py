@@ -6,13 +6,17 @@
 
 Every assignment of choices to operators is considered where those are few. Where they are many, a section mixes at
 most two choices, and of operators of the same shape the first ones take the first of the two.
+
+A large operator may also run as 2, 4 or 8 slices, each a unit of its own, as may all large ones of a section together.
+Where assignments are many, slices take one choice, or half of them another; the other operators take one.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from osdp_ray.records.plan import Choice, SectionPlan, Unit
+from osdp_ray.costs import divides, split_class, splittable
+from osdp_ray.records.plan import Choice, SectionPlan, Unit, parse_slice, slice_name
 from osdp_ray.records.profile import Profile, Recompute, SectionClass
 
 DP = Choice(shard_over="none", regather=True)  # FSDP2 copies replicated parameters; copying again costs no link
@@ -26,6 +30,8 @@ CHOICES_OF_NODES = (*CHOICES, HSDP2, HSDP, ZERO3_HPZ)
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 SMALL_FRACTION = 0.05  # operators below this share of their section's parameters follow its largest unit
 MAX_WHOLE_PRODUCT = 128
+NUM_SLICES = (2, 4, 8)
+LARGE_FRACTION = 0.25  # operators above this share of the model's largest section may be split
 
 
 def choices_of(profile: Profile) -> tuple[Choice, ...]:
@@ -40,23 +46,37 @@ def choices_of(profile: Profile) -> tuple[Choice, ...]:
 
 
 def group_units(section_class: SectionClass, choices: dict[str, Choice]) -> tuple[Unit, ...]:
-    """Operators with equal choices share a unit. In a block the unit with most parameters comes first (its door)."""
-    groups: dict[Choice, list[int]] = {}
+    """Operators with equal choices share a unit. In a block the unit with most parameters comes first (its door).
+
+    `choices` are by operator; those that it names by their slices are split, and every slice is a unit.
+    """
+    section_class = with_slices(section_class, choices)
+    groups: dict[Choice | str, list[int]] = {}
     for index, operator in enumerate(section_class.operators):
-        groups.setdefault(choices[operator.name], []).append(index)
+        is_slice = parse_slice(operator.name)[2] > 1
+        groups.setdefault(operator.name if is_slice else choices[operator.name], []).append(index)
+    ordered = list(groups)
     if section_class.is_block:
-        weight = {choice: sum(map(section_class.operator_bytes, members)) for choice, members in groups.items()}
-        ordered = sorted(groups, key=lambda choice: -weight[choice])
-    else:
-        ordered = list(groups)
+        weight = {key: sum(map(section_class.operator_bytes, members)) for key, members in groups.items()}
+        ordered.sort(key=lambda key: (isinstance(key, str), 0 if isinstance(key, str) else -weight[key]))
     return tuple(
         Unit(
-            operators=tuple(section_class.operators[index].name for index in groups[choice]),
-            modules=tuple(name for index in groups[choice] for name in section_class.operators[index].modules),
-            choice=choice,
+            operators=tuple(section_class.operators[index].name for index in groups[key]),
+            modules=tuple(name for index in groups[key] for name in section_class.operators[index].modules),
+            choice=choices[key] if isinstance(key, str) else key,
         )
-        for choice in ordered
+        for key in ordered
     )
+
+
+def with_slices(section_class: SectionClass, names: Iterable[str]) -> SectionClass:
+    """The class with slices in the place of the operators that the names split."""
+    num_slices = {operator: num for operator, _, num in map(parse_slice, names) if num > 1}
+    if not num_slices:
+        return section_class
+    operators = enumerate(section_class.operators)
+    splits = tuple((i, num_slices[operator.name]) for i, operator in operators if operator.name in num_slices)
+    return split_class(section_class, splits).section_class
 
 
 def uniform_section(section_class: SectionClass, name: str, choice: Choice, recompute: Recompute) -> SectionPlan:
@@ -75,6 +95,49 @@ def uniform_sections(profile: Profile, choice: Choice, recompute: Recompute) -> 
             found[section.class_index] = uniform_section(profile.classes[section.class_index], "", choice, recompute)
         sections.append(dataclasses.replace(found[section.class_index], name=section.name))
     return tuple(sections)
+
+
+def large_operators(profile: Profile, class_index: int) -> tuple[int, ...]:
+    """The operators of a class that are worth splitting, of those that can be. A block keeps one whole at its door."""
+    largest_bytes = max(section_class.parameter_bytes for section_class in profile.classes)
+    section_class = profile.classes[class_index]
+    if section_class.is_block and len(section_class.operators) < 2:
+        return ()
+    found = splittable(profile, class_index)
+    return tuple(i for i in found if section_class.operator_bytes(i) >= LARGE_FRACTION * largest_bytes)
+
+
+def split_assignments(
+    section_class: SectionClass, choices: tuple[Choice, ...], large: tuple[int, ...]
+) -> list[tuple[Unit, ...]]:
+    """The units of every assignment with slices that is considered."""
+    found: dict[tuple[Unit, ...], None] = {}
+    together = [large] if 1 < len(large) < len(section_class.operators) or not section_class.is_block else []
+    for chosen in dict.fromkeys((*((index,) for index in large), *together)):
+        for num_slices in NUM_SLICES:
+            if not all(divides(section_class, i, num_slices) for i in chosen):
+                continue
+            operators = [section_class.operators[i].name for i in chosen]
+            names = [slice_name(name, j, num_slices) for name in operators for j in range(num_slices)]
+            found |= dict.fromkeys(_with_choices(section_class, names, choices))
+    return list(found)
+
+
+def _with_choices(
+    section_class: SectionClass, names: list[str], choices: tuple[Choice, ...]
+) -> Iterator[tuple[Unit, ...]]:
+    cut = with_slices(section_class, names)
+    if len(choices) ** len(cut.operators) <= MAX_WHOLE_PRODUCT:
+        yield from assignments(cut, choices)
+        return
+    mixed = ((one, other) for one in choices for other in choices if one.regather and other != one)
+    for first, second in itertools.chain(zip(choices, choices, strict=True), mixed):
+        for rest in dict.fromkeys((first, second)):
+            chosen = {operator.name: rest for operator in cut.operators}
+            for name in names:
+                _, index, num_slices = parse_slice(name)
+                chosen[name] = first if 2 * index < num_slices else second  # what is kept, is kept late
+            yield group_units(cut, chosen)
 
 
 def assignments(section_class: SectionClass, choices: tuple[Choice, ...]) -> list[tuple[Unit, ...]]:

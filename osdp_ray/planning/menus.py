@@ -14,14 +14,25 @@ import numpy.typing as npt
 
 from osdp_ray.costs import (
     WEIGHTLESS,
+    Splits,
     StepSimulator,
+    Table,
     num_rounds,
     section_seconds,
+    splits_of,
     table_of,
     unit_seconds,
     unit_state_bytes,
 )
-from osdp_ray.planning.choices import CHOICES, RECOMPUTES, assignments, choices_of, uniform_section
+from osdp_ray.planning.choices import (
+    CHOICES,
+    RECOMPUTES,
+    assignments,
+    choices_of,
+    large_operators,
+    split_assignments,
+    uniform_section,
+)
 from osdp_ray.records.plan import SectionPlan, Synchronise, Unit
 from osdp_ray.records.profile import Profile, Recompute
 
@@ -100,12 +111,17 @@ class Menu:
         def by_recompute(values: list[float]) -> Floats:
             return np.repeat(np.array(values, dtype=float), len(self.parts.units))
 
+        def by_trace(values: list[list[float]]) -> Floats:
+            """Figures by way to recompute and by what is split, for every column."""
+            return np.array(values, dtype=float)[:, self.parts.split].ravel()
+
         shape, parts = self.shape, self.parts
         self.persistent, self.reduced = tiled(parts.persistent), tiled(parts.reduced)
         self.num_units = tiled(parts.num_units)
-        bare = [self._bare(recompute) for recompute in self.recomputes]
+        bare = [[self._bare(recompute, splits) for splits in parts.splits] for recompute in self.recomputes]
         columns: dict[str, list[Floats]] = {name: [] for name in ("base", "kept", "after", "forward", "backward")}
         whole, held = tiled(parts.whole), tiled(parts.held)
+        gathering, door = tiled(parts.gathering), tiled(parts.door if self.is_block else 0 * parts.door)
         for number in range(shape.num_passes):
             is_last = number == shape.num_passes - 1
             waits = shape.accumulation > (1 if is_last else 2)
@@ -116,12 +132,12 @@ class Menu:
                 left = np.zeros_like(base) if waits else whole
             elif shape.synchronise == "last":
                 left = left - base
-            least = {name: by_recompute([getattr(figures, name) for figures in bare]) for name in columns}
+            least = {name: by_trace([[getattr(f, name) for f in row] for row in bare]) for name in columns}
             columns["base"].append(base)
             columns["kept"].append(least["kept"] + held)
             columns["after"].append(least["after"] + left)
-            columns["forward"].append(least["forward"] + held)
-            columns["backward"].append(least["backward"])
+            columns["forward"].append(np.maximum(least["forward"] + held, gathering))
+            columns["backward"].append(np.maximum(least["backward"], door))
         if not self.is_block or self.profile.sections[0].class_index == self.class_index:
             self._correct_after(columns["after"])
         self.base, self.kept, self.after, self.forward, self.backward = (np.array(rows) for rows in columns.values())
@@ -164,9 +180,9 @@ class Menu:
             )
         return self._measured[column]
 
-    def _bare(self, recompute: Recompute) -> PassFigures:
+    def _bare(self, recompute: Recompute, splits: Splits) -> PassFigures:
         """Bytes of a section's own, whatever its units are: its gradients go as soon as they are there."""
-        section_class = self.profile.classes[self.class_index]
+        section_class = table_of(self.profile).split_class(self.class_index, splits).section_class
         units = tuple(
             Unit(operators=(operator.name,), modules=operator.modules, choice=CHOICES[0])
             for operator in section_class.operators
@@ -234,15 +250,22 @@ def _play(
 class _Parts:
     """What no step shape changes, as arrays over assignments: bytes, and seconds by name of UnitSeconds.
 
-    held   gathered parameters that stay from forward to backward     whole  gradients that are not reduced yet
+    held       what stays of gathered parameters from forward to backward
+    gathering  highest while one of the units that gather is gathered    door  the same of the first unit
+    whole      gradients that are not reduced yet
+    split      the index in `splits` of what is split
     """
 
+    splits: tuple[Splits, ...]
+    split: npt.NDArray[np.int64]
     units: tuple[tuple[Unit, ...], ...]
     num_units: Floats
     persistent: Floats
     reduced: Floats
     whole: Floats
     held: Floats
+    gathering: Floats
+    door: Floats
     seconds: dict[str, Floats]
 
 
@@ -250,7 +273,11 @@ def _parts(profile: Profile, class_index: int) -> _Parts:
     table = table_of(profile)
     key = ("parts", class_index)
     if key not in table.kept:
-        units = tuple(assignments(profile.classes[class_index], choices_of(profile)))
+        section_class, choices = profile.classes[class_index], choices_of(profile)
+        units = (
+            *assignments(section_class, choices),
+            *split_assignments(section_class, choices, large_operators(profile, class_index)),
+        )
         rows: list[dict[str, float]] = []
         figures: dict[Unit, dict[str, float]] = {}
         for assignment in units:
@@ -266,9 +293,28 @@ def _parts(profile: Profile, class_index: int) -> _Parts:
         arrays = {name: np.array([row.get(name, 0.0) for row in rows], dtype=float) for name in names}
         bytes_of = {name: arrays.pop(name) for name in ("persistent", "reduced", "whole", "held")}
         num_units = np.array([len(assignment) for assignment in units], float)
-        table.kept[key] = _Parts(units=units, num_units=num_units, seconds=arrays, **bytes_of)
+        while_gathered = [[_gathering_bytes(table, class_index, unit) for unit in assignment] for assignment in units]
+        splits = [splits_of(section_class, assignment) for assignment in units]
+        known = tuple(dict.fromkeys(splits))
+        split = np.array([known.index(found) for found in splits], dtype=np.int64)
+        table.kept[key] = _Parts(
+            splits=known,
+            split=split,
+            units=units,
+            num_units=num_units,
+            gathering=np.array([max(row, default=0) for row in while_gathered], float),
+            door=np.array([row[0] if row else 0 for row in while_gathered], float),
+            seconds=arrays,
+            **bytes_of,
+        )
     found: _Parts = table.kept[key]
     return found
+
+
+def _gathering_bytes(table: Table, class_index: int, unit: Unit) -> int:
+    """What a unit holds at least while it is gathered, in either pass."""
+    sizes = table.unit_bytes(class_index, unit)
+    return sizes.flat_bytes + sizes.gathered_bytes if unit.choice.regather else 0
 
 
 def _names(row: dict[str, Any]) -> list[str]:
