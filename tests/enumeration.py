@@ -4,11 +4,19 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from osdp_ray.costs import simulate_sections, step_seconds
-from osdp_ray.planning.choices import RECOMPUTES, choices_of, group_units
-from osdp_ray.records.plan import SectionPlan, Synchronise
-from osdp_ray.records.profile import Profile, SectionClass
+from osdp_ray.planning.choices import (
+    RECOMPUTES,
+    choices_of,
+    group_units,
+    large_operators,
+    split_assignments,
+    with_slices,
+)
+from osdp_ray.records.plan import SectionPlan, Synchronise, Unit, slice_name
+from osdp_ray.records.profile import Profile, Section, SectionClass
 from tests.random_profiles import random_profile
 
 
@@ -32,15 +40,17 @@ class Instance:
 
 def random_instance(seed: int) -> Instance:
     """At most some ten thousand plans: two blocks of two operators, or one operator per block on nodes, or in three."""
-    rng = random.Random(seed)
     kind = seed % 3
-    profile = random_profile(rng, max_layers=3 if kind == 2 else 2, merge=True, whole_blocks=kind > 0, nodes=kind == 1)
+    layers = 3 if kind == 2 else 2
+    return _instance(random.Random(seed), max_layers=layers, merge=True, whole_blocks=kind > 0, nodes=kind == 1)
+
+
+def _instance(rng: random.Random, **options: Any) -> Instance:
+    profile = random_profile(rng, **options)
     micro_batch, accumulation = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 3))
     peaks = []
     for choice, recompute in itertools.product(choices_of(profile), RECOMPUTES):
-        sections = tuple(
-            ways(profile.classes[s.class_index], s.name, (choice,), (recompute,))[0] for s in profile.sections
-        )
+        sections = tuple(ways(profile, s, (choice,), (recompute,))[0] for s in profile.sections)
         held = simulate_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
         peaks.append(held.peak_bytes)
     fraction = rng.random() * rng.random()
@@ -48,21 +58,43 @@ def random_instance(seed: int) -> Instance:
     return Instance(profile=profile, micro_batch=micro_batch, accumulation=accumulation, budget_bytes=budget_bytes)
 
 
-def ways(section_class: SectionClass, name: str, choices, recomputes=RECOMPUTES) -> list[SectionPlan]:
-    """Every choice of every operator with every way to recompute, dominated ones too."""
+def random_split_instance(seed: int) -> Instance:
+    """One block whose second operator may be split."""
+    return _instance(random.Random(seed), max_layers=1, merge=True, splits=True)
+
+
+def ways(profile: Profile, section: Section, choices, recomputes=RECOMPUTES) -> list[SectionPlan]:
+    """Every choice of every operator with every way to recompute, dominated ones too.
+
+    Two slices choose freely, and more of them as the menu has it.
+    """
+    section_class = profile.classes[section.class_index]
+    large = large_operators(profile, section.class_index)
+    halves = [slice_name(section_class.operators[i].name, half, 2) for i in large for half in range(2)]
+    every = list(_free(section_class, choices))
+    if large:
+        every += [
+            *_free(with_slices(section_class, halves), choices),
+            *split_assignments(section_class, choices, large),
+        ]
+    ways_to_recompute = recomputes if section_class.is_block else RECOMPUTES[:1]
+    return [
+        SectionPlan(name=section.name, is_block=section_class.is_block, recompute=recompute, units=units)
+        for units in every
+        for recompute in ways_to_recompute
+    ]
+
+
+def _free(section_class: SectionClass, choices) -> Iterator[tuple[Unit, ...]]:
     names = [operator.name for operator in section_class.operators]
-    found = []
     for combination in itertools.product(choices, repeat=len(names)):
-        units = group_units(section_class, dict(zip(names, combination, strict=True)))
-        for recompute in recomputes if section_class.is_block else RECOMPUTES[:1]:
-            found.append(SectionPlan(name=name, is_block=section_class.is_block, recompute=recompute, units=units))
-    return found
+        yield group_units(section_class, dict(zip(names, combination, strict=True)))
 
 
 def every_plan(instance: Instance) -> Iterator[tuple[tuple[SectionPlan, ...], Synchronise, float]]:
     """(sections, synchronise, step seconds) of every assignment of decisions to sections."""
     profile = instance.profile
-    menus = [ways(profile.classes[s.class_index], s.name, choices_of(profile)) for s in profile.sections]
+    menus = [ways(profile, s, choices_of(profile)) for s in profile.sections]
     for sections in itertools.product(*menus):
         for synchronise in instance.synchronises:
             phases = step_seconds(
@@ -89,7 +121,7 @@ def fits(instance: Instance, sections: tuple[SectionPlan, ...], synchronise: Syn
 def lowest_peak_bytes(instance: Instance) -> int:
     """The peak of the leanest of all plans that reduce in every micro-batch."""
     profile = instance.profile
-    menus = [ways(profile.classes[s.class_index], s.name, choices_of(profile)) for s in profile.sections]
+    menus = [ways(profile, s, choices_of(profile)) for s in profile.sections]
     shape = {"micro_batch": instance.micro_batch, "accumulation": instance.accumulation}
     return min(simulate_sections(profile, sections, **shape).peak_bytes for sections in itertools.product(*menus))
 

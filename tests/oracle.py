@@ -13,9 +13,19 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity
 
+from osdp_ray.costs import Splits, divides, split_class, splittable
 from osdp_ray.planning.choices import uniform_sections
 from osdp_ray.profiling.trace import Trace
-from osdp_ray.records.plan import Choice, Plan, Prediction, SectionPlan, SolverReport, Synchronise, Unit
+from osdp_ray.records.plan import (
+    Choice,
+    Plan,
+    Prediction,
+    SectionPlan,
+    SolverReport,
+    Synchronise,
+    Unit,
+    parse_slice,
+)
 from osdp_ray.records.profile import Calibration, ComputeCost, LinkCost, OptimizerCost, Profile
 from osdp_ray.workload import Workload
 from tests.fake_rank import fake_rank
@@ -137,32 +147,47 @@ def uniform_plan(profile: Profile, name: str, recompute: str, *, micro_batch: in
 def random_sections(profile: Profile, rng: random.Random) -> tuple[SectionPlan, ...]:
     """A choice per operator out of one to three, in some sections the same for all; some blocks recompute.
 
-    Unlike the planner's own plans, the unit at a block's door is any of its units.
+    Some operators are split, each slice with its choice. Unlike in the planner's own plans, the unit at a block's door
+    is any of its units, and slices may share a unit with other operators.
     """
     choices = list(UNIFORM_CHOICES.values())
     if len(profile.ranks_per_node) > 1:
         choices += [Choice(shard_over="node", regather=False), Choice(shard_over="node", regather=True)]
+        choices.append(Choice(shard_over="world", regather=True, keep_node_shard=True))
     palette = rng.sample(choices, rng.randint(1, 3))
     sections = []
     for section in profile.sections:
-        section_class = profile.classes[section.class_index]
+        splits = _random_splits(profile, section.class_index, rng)
+        section_class = split_class(profile.classes[section.class_index], splits).section_class
         is_uniform, shared = rng.random() < 0.4, rng.choice(palette)
-        members: dict[Choice, list[int]] = {}
-        for index in range(len(section_class.operators)):
-            members.setdefault(shared if is_uniform else rng.choice(palette), []).append(index)
+        members: dict[tuple[Choice, int], list[int]] = {}
+        for index, operator in enumerate(section_class.operators):
+            is_alone = parse_slice(operator.name)[2] > 1 and rng.random() < 0.8
+            choice = shared if is_uniform else rng.choice(palette)
+            members.setdefault((choice, index if is_alone else -1), []).append(index)
         units = tuple(
             Unit(
                 operators=tuple(section_class.operators[index].name for index in indices),
                 modules=tuple(name for index in indices for name in section_class.operators[index].modules),
                 choice=choice,
             )
-            for choice, indices in members.items()
+            for (choice, _), indices in members.items()
         )
         recompute = rng.choice(("none", "selective", "full")) if section_class.is_block else "none"
         sections.append(
             SectionPlan(name=section.name, is_block=section_class.is_block, recompute=recompute, units=units)
         )
     return tuple(sections)
+
+
+def _random_splits(profile: Profile, class_index: int, rng: random.Random) -> Splits:
+    """Some operators of a class, of those that can be split, each with a number of slices."""
+    splits = []
+    for operator in splittable(profile, class_index):
+        fitting = [num for num in (2, 4, 8) if divides(profile.classes[class_index], operator, num)]
+        if fitting and rng.random() < 0.25:
+            splits.append((operator, rng.choice(fitting)))
+    return tuple(splits)
 
 
 def measure(workload: Workload, plan: Plan, *, num_steps: int = 2, rank: int = 0, evaluates: bool = False) -> Truth:

@@ -16,16 +16,23 @@ def base_profile() -> Profile:
 
 
 def random_profile(
-    rng: random.Random, *, max_layers: int, merge: bool, whole_blocks: bool = False, nodes: bool = False
+    rng: random.Random,
+    *,
+    max_layers: int,
+    merge: bool,
+    whole_blocks: bool = False,
+    nodes: bool = False,
+    splits: bool = False,
 ) -> Profile:
     """Seconds over two decades, links over three, 1 to `max_layers` blocks, 2 to 8 ranks.
 
     `merge` leaves the blocks two operators (`whole_blocks`: one) and stem and head one each, so that every plan can be
-    enumerated. `nodes`: the ranks stand on two nodes of two. Every other profile communicates beside computation.
+    enumerated. `nodes`: the ranks stand on two nodes of two. `splits`: the second operator of a merged block is its last
+    Linear alone, which can be split. Every other profile communicates beside computation.
     """
     profile = base_profile()
     if merge:
-        profile = merged(profile, whole_blocks=whole_blocks)
+        profile = merged(profile, whole_blocks=whole_blocks, splits=splits)
     names = [f"blocks.{index}" for index in range(rng.randint(1, max_layers))]
     sections = (Section(name="stem", class_index=0), *(Section(name=n, class_index=1) for n in names))
     return dataclasses.replace(
@@ -57,9 +64,9 @@ def random_profile(
     )
 
 
-def merged(profile: Profile, *, whole_blocks: bool = False) -> Profile:
+def merged(profile: Profile, *, whole_blocks: bool = False, splits: bool = False) -> Profile:
     """Attention and MLP of a block become one operator each, or one together; so do all of stem and of head."""
-    block = (range(6),) if whole_blocks else (range(3), range(3, 6))
+    block = (range(6),) if whole_blocks else (range(5), range(5, 6)) if splits else (range(3), range(3, 6))
     groups = [((range(len(profile.classes[0].operators))),), block, (range(2),)]
     owners = [{old: new for new, olds in enumerate(rows) for old in olds} for rows in groups]
     classes = tuple(_merge_class(section, rows) for section, rows in zip(profile.classes, groups, strict=True))
@@ -80,6 +87,7 @@ def _merge_class(section_class: SectionClass, groups: tuple[range, ...]) -> Sect
                 modules=tuple(name for member in members for name in member.modules),
                 parameters=tuple(index for member in members for index in member.parameters),
                 buffer_bytes=sum(member.buffer_bytes for member in members),
+                can_split=section_class.is_block and len(members) == 1,
             )
         )
     return dataclasses.replace(section_class, operators=tuple(operators))

@@ -29,6 +29,7 @@ class Fsdp2:
         self.in_backward = False
         self.synchronises = True
         self.recompute_root: PlayedUnit | None = None
+        self.begun: list[PlayedUnit] = []  # units that are recomputed in part
         self.forward_order: list[PlayedUnit] = []
 
     def _alloc(self, num_bytes: int) -> None:
@@ -57,7 +58,8 @@ class Fsdp2:
         self.phase, self.peak = phase, self.live
 
     def _before_forward(self, unit: PlayedUnit, subject: int) -> None:
-        if unit.phase == "before":
+        if unit.phase == "before" and not unit.is_cut_short:
+            self._begin_again(unit)
             return  # recomputed while its backward runs: already gathered
         if unit.exits == unit.num_modules:  # the forward of recomputation, or a module that runs again
             unit.exits = 0
@@ -73,6 +75,20 @@ class Fsdp2:
         self._free(self.held_flat)  # a local of `wait_for_unshard` holds it until the copy out is done
         self.held_flat = sizes.flat_bytes
         unit.gathered = True
+
+    def _begin_again(self, unit: PlayedUnit) -> None:
+        """A module of a unit whose backward runs is recomputed; the unit has begun until all of its modules have run."""
+        if unit.num_modules > 1 and unit.num_begun == 0:
+            unit.num_begun = unit.num_modules
+            self.begun.append(unit)
+
+    def _cut_short(self) -> None:
+        """The end of what FSDP2 takes for a whole forward: of units that have begun it thinks that they are through."""
+        for unit in self.begun:
+            unit.is_cut_short = unit.num_begun > 0
+            unit.exits = 0
+            unit.exits_of.clear()
+        self.begun.clear()
 
     def _gather(self, unit: PlayedUnit) -> None:
         self._gather_flat(unit)
@@ -99,7 +115,8 @@ class Fsdp2:
         self._alloc(unit.sizes.gathered_bytes)
 
     def _after_forward(self, unit: PlayedUnit, subject: int) -> None:
-        if unit.phase == "before":
+        if unit.phase == "before" and not unit.is_cut_short:
+            unit.num_begun = max(0, unit.num_begun - 1)
             return
         operator = local_subject(subject)
         exits = unit.exits_of.get(operator, 0)
@@ -114,6 +131,7 @@ class Fsdp2:
                 self._free(self.held_flat)
                 self.held_flat = 0
                 self.recompute_root = None
+                self._cut_short()
             return
         if unit.regather:
             if unit.sizes.node_shard_bytes:
@@ -215,6 +233,7 @@ class Fsdp2:
                 unit.order.clear()
                 unit.reset()
         self.forward_order.clear()
+        self.begun.clear()
 
 
 def local_subject(subject: int) -> int:

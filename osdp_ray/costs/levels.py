@@ -64,7 +64,9 @@ class PlayedUnit:
         "gradient_bytes",
         "has_node_shard",
         "has_shard_gradient",
+        "is_cut_short",
         "last",
+        "num_begun",
         "modules_of",
         "num_modules",
         "order",
@@ -87,4 +89,6 @@ class PlayedUnit:
         self.exits = self.gradient_bytes = 0
         self.exits_of: dict[int, int] = {}  # how many modules of an operator have run, however often each
         self.first = self.last = -3  # the operators that ran first and last, whose hooks run in backward
+        self.num_begun = 0  # modules that are yet to be recomputed, where some of them were
+        self.is_cut_short = False  # FSDP2 has forgotten that its backward runs
         self.phase = "idle"  # idle, before (backward has begun), after

@@ -44,7 +44,7 @@ _CLOSE = (
     Effort(per_slot=5, per_long_slot=8, gap_fraction=1e-4, max_nodes=50, max_cut_rounds=8, close_fraction=1e-3),
     Effort(per_slot=16, per_long_slot=16, gap_fraction=2e-4, max_nodes=10, max_cut_rounds=4, close_fraction=1.0),
 )
-_MAX_EXACT_SLOTS, _MAX_EXACT_COLUMNS = 8, 100
+_MAX_EXACT_SLOTS, _MAX_EXACT_COLUMNS = 8, 200
 _MAX_MORE_ROUNDS = 6
 MAX_SOLVES = 30  # of all shapes together, where it is not proven otherwise that no better plan is left
 
