@@ -27,8 +27,8 @@ def random_profile(
     """Seconds over two decades, links over three, 1 to `max_layers` blocks, 2 to 8 ranks.
 
     `merge` leaves the blocks two operators (`whole_blocks`: one) and stem and head one each, so that every plan can be
-    enumerated. `nodes`: the ranks stand on two nodes of two. `splits`: the second operator of a merged block is its last
-    Linear alone, which can be split. Every other profile communicates beside computation.
+    enumerated. `nodes`: the ranks stand on two nodes of two. `splits`: the second operator of a merged block is its
+    last Linear alone, which can be split. Every other profile communicates beside computation.
     """
     profile = base_profile()
     if merge:
