@@ -105,6 +105,21 @@ def build_structure(
     return Structure(sections=tuple(sections), classes=tuple(classes))
 
 
+def with_scratch(structure: Structure, scratch_bytes: Mapping[str, int]) -> Structure:
+    """The structure with what drawing the first values of its parameters holds, by their full names."""
+    if not any(scratch_bytes.values()):
+        return structure
+    classes = []
+    for class_index, section_class in enumerate(structure.classes):
+        prefix = f"{structure.members(class_index)[0]}." if section_class.is_block else ""
+        parameters = tuple(
+            dataclasses.replace(parameter, scratch_bytes=scratch_bytes.get(f"{prefix}{parameter.name}", 0))
+            for parameter in section_class.parameters
+        )
+        classes.append(dataclasses.replace(section_class, parameters=parameters))
+    return dataclasses.replace(structure, classes=tuple(classes))
+
+
 def _owners(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_modules() if any(True for _ in child.parameters(recurse=False))]
 

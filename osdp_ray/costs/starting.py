@@ -1,0 +1,76 @@
+"""What a rank holds before its first step: while its model is built, and while a save is loaded into it.
+
+building   shards that are filled one by one, buffers, and what is drawn beside a shard: the chunk that it shares
+           with other ranks, or the whole tensor where the constructor does not treat all elements alike
+"""
+
+import math
+from collections.abc import Iterator
+
+from osdp_ray.costs.memory import StepSimulator
+from osdp_ray.costs.units import GRANULE_BYTES, round_up
+from osdp_ray.records.profile import Parameter
+
+BUILDING = "building"  # the name of the phase, beside those of a step
+CHUNK_NUMEL = 1 << 18
+_RANDOM_STATE_BYTES = 5056  # torch's random state on the CPU, kept while values are drawn
+
+
+def chunk_rows(shape: tuple[int, ...]) -> int:
+    """How many rows of a tensor, along its first dimension, are drawn with one seed."""
+    return max(1, CHUNK_NUMEL // max(1, math.prod(shape[1:])))
+
+
+def starting_bytes(simulator: StepSimulator, rank: int = 0) -> dict[str, int]:
+    """The peaks of a rank before its first step, by the names of the phases."""
+    return {phase: sum(shares.values()) for phase, shares in starting_shares(simulator, rank).items()}
+
+
+def starting_shares(simulator: StepSimulator, rank: int = 0) -> dict[str, dict[str, int]]:
+    """What those peaks consist of, by kind."""
+    profile = simulator.profile
+    granule = GRANULE_BYTES[profile.device_kind]
+    shards = 0
+    drawn = profile.buffer_scratch_bytes
+    for parameter, group_size, times in _parameters(simulator):
+        index = rank % group_size
+        shards += times * round_up(parameter.local_bytes(group_size, index), granule)
+        drawn = max(drawn, _scratch_bytes(parameter, group_size, index))
+    return {
+        BUILDING: {
+            "shards of parameters": shards,
+            "buffers": profile.buffer_bytes,
+            "values beside a shard": round_up(drawn, granule),
+            "random state": _RANDOM_STATE_BYTES if profile.device_kind == "cpu" else 0,
+        }
+    }
+
+
+def _parameters(simulator: StepSimulator) -> Iterator[tuple[Parameter, int, int]]:
+    """Every parameter with the number of ranks that share it, and how often it is there."""
+    profile = simulator.profile
+    played = zip(simulator.sections, simulator.class_indices, simulator.units, simulator.times, strict=True)
+    for section, class_index, units, times in played:
+        section_class = profile.classes[class_index]
+        operators = {operator.name: operator for operator in section_class.operators}
+        for planned, unit in zip(section.units, units, strict=True):
+            for name in planned.operators:
+                for index in operators[name].parameters:
+                    yield section_class.parameters[index], unit.sizes.group_size, times
+
+
+def _scratch_bytes(parameter: Parameter, group_size: int, index: int) -> int:
+    """What is held beside one rank's shard while its values are drawn."""
+    if not parameter.local_bytes(group_size, index):
+        return 0
+    if parameter.scratch_bytes:
+        return parameter.scratch_bytes
+    rows = chunk_rows(parameter.shape)
+    whole = parameter.shape[0]
+    share = -(-whole // group_size)
+    first, last = index * share, min(whole, (index + 1) * share)
+    begin, end = last // rows * rows, min(whole, (last // rows + 1) * rows)  # the chunk at its end, and at its start
+    shared = [(end - begin) if begin < last < end else 0]
+    begin, end = first // rows * rows, min(whole, (first // rows + 1) * rows)
+    shared.append((end - begin) if begin < first else 0)
+    return max(shared) * (parameter.num_bytes // whole)
