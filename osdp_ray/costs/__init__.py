@@ -11,7 +11,7 @@ from osdp_ray.costs.levels import PassBytes, SectionBytes, StepBytes
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.seconds import SectionSeconds, UnitSeconds, section_seconds, unit_seconds
-from osdp_ray.costs.starting import chunk_rows
+from osdp_ray.costs.starting import SAVE_PIECE_BYTES, chunk_rows
 from osdp_ray.costs.steps import evaluation_bytes, num_rounds, simulate_bytes, simulate_sections, unit_state_bytes
 from osdp_ray.costs.streams import beside, overlapped_s, step_seconds
 from osdp_ray.costs.units import WEIGHTLESS, UnitBytes
@@ -19,6 +19,7 @@ from osdp_ray.records.plan import Plan, Prediction, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 __all__ = [
+    "SAVE_PIECE_BYTES",
     "WEIGHTLESS",
     "Holding",
     "PassBytes",

@@ -10,7 +10,7 @@ from osdp_ray.costs.levels import PHASES
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import EVALUATION
 from osdp_ray.costs.starting import starting_shares
-from osdp_ray.costs.steps import persistent_bytes, play_evaluation, play_step
+from osdp_ray.costs.steps import persistent_bytes, play_evaluation, play_step, state_bytes
 from osdp_ray.records.plan import Plan, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 from osdp_ray.schema import format_table
@@ -62,7 +62,8 @@ def explain_section_peaks(
 ) -> tuple[PhasePeak, ...]:
     """The same of the start and a step, for decisions that are not in a plan yet."""
     ledger = _Ledger(profile, sections, micro_batch)
-    starting = tuple(_starting_peak(phase, shares) for phase, shares in starting_shares(ledger).items())
+    shares_of = starting_shares(ledger, state_bytes(ledger))
+    starting = tuple(_starting_peak(phase, shares) for phase, shares in shares_of.items())
     play_step(ledger, micro_batch, accumulation, synchronise)
     return (*starting, *(ledger.noted[phase] for phase in PHASES if phase in ledger.noted))
 

@@ -2,6 +2,7 @@
 
 building   shards that are filled one by one, buffers, and what is drawn beside a shard: the chunk that it shares
            with other ranks, or the whole tensor where the constructor does not treat all elements alike
+loading    shards, buffers, the optimizer's state, and one piece of the save, which a GPU's rank reads on the host
 """
 
 import math
@@ -10,9 +11,11 @@ from collections.abc import Iterator
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.units import GRANULE_BYTES, round_up
 from osdp_ray.records.profile import Parameter
+from osdp_ray.units import MIB
 
-BUILDING = "building"  # the name of the phase, beside those of a step
-CHUNK_NUMEL = 1 << 18
+BUILDING, LOADING = "building", "loading"  # names of phases, beside those of a step
+CHUNK_NUMEL = 1 << 18  # drawn with one seed
+SAVE_PIECE_BYTES = 64 * MIB  # the most that a save writes, and reads, as one piece
 _RANDOM_STATE_BYTES = 5056  # torch's random state on the CPU, kept while values are drawn
 
 
@@ -21,29 +24,39 @@ def chunk_rows(shape: tuple[int, ...]) -> int:
     return max(1, CHUNK_NUMEL // max(1, math.prod(shape[1:])))
 
 
-def starting_bytes(simulator: StepSimulator, rank: int = 0) -> dict[str, int]:
-    """The peaks of a rank before its first step, by the names of the phases."""
-    return {phase: sum(shares.values()) for phase, shares in starting_shares(simulator, rank).items()}
+def starting_bytes(simulator: StepSimulator, state_bytes: int, rank: int = 0) -> dict[str, int]:
+    """The peaks of a rank before its first step, by the names of the phases; `state_bytes` are its optimizer's."""
+    return {phase: sum(shares.values()) for phase, shares in starting_shares(simulator, state_bytes, rank).items()}
 
 
-def starting_shares(simulator: StepSimulator, rank: int = 0) -> dict[str, dict[str, int]]:
-    """What those peaks consist of, by kind."""
+def starting_shares(simulator: StepSimulator, state_bytes: int, rank: int = 0) -> dict[str, dict[str, int]]:
+    """What those peaks consist of, by kind. The save is one of the same plan and number of ranks."""
     profile = simulator.profile
     granule = GRANULE_BYTES[profile.device_kind]
-    shards = 0
+    on_host = profile.device_kind == "cpu"
+    shards = piece = 0
     drawn = profile.buffer_scratch_bytes
     for parameter, group_size, times in _parameters(simulator):
         index = rank % group_size
-        shards += times * round_up(parameter.local_bytes(group_size, index), granule)
+        local_bytes = parameter.local_bytes(group_size, index)
+        shards += times * round_up(local_bytes, granule)
         drawn = max(drawn, _scratch_bytes(parameter, group_size, index))
-    return {
-        BUILDING: {
-            "shards of parameters": shards,
-            "buffers": profile.buffer_bytes,
-            "values beside a shard": round_up(drawn, granule),
-            "random state": _RANDOM_STATE_BYTES if profile.device_kind == "cpu" else 0,
-        }
+        piece = max(piece, _piece_bytes(parameter, local_bytes))
+    held = {
+        "shards of parameters": shards,
+        "buffers": profile.buffer_bytes,
+        "random state": _RANDOM_STATE_BYTES if on_host else 0,
     }
+    return {
+        BUILDING: held | {"values beside a shard": round_up(drawn, granule)},
+        LOADING: held | {"optimizer state": state_bytes, "a piece of the save": piece if on_host else 0},
+    }
+
+
+def _piece_bytes(parameter: Parameter, local_bytes: int) -> int:
+    """The largest piece of a shard in a save: whole rows."""
+    row_bytes = parameter.num_bytes // parameter.shape[0]
+    return min(local_bytes, max(1, SAVE_PIECE_BYTES // row_bytes) * row_bytes)
 
 
 def _parameters(simulator: StepSimulator) -> Iterator[tuple[Parameter, int, int]]:

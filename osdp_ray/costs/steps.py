@@ -49,8 +49,9 @@ def simulate_sections(
     """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
     class_indices = tuple(section.class_index for section in profile.sections)
     simulator = RowSimulator(profile, sections, class_indices)
+    starting = starting_bytes(simulator, state_bytes(simulator, rank), rank)
     held = play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, clips=clips, rank=rank)
-    return dataclasses.replace(held, peak_by_phase=starting_bytes(simulator, rank) | held.peak_by_phase)
+    return dataclasses.replace(held, peak_by_phase=starting | held.peak_by_phase)
 
 
 def play_step(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from osdp_ray.errors import PlanMismatchError
+from osdp_ray.execution.in_place import allow_in_place
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.records.plan import Plan, ShardOver, Unit
 from osdp_ray.records.profile import Precision
@@ -54,6 +55,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
         fully_shard(model, mesh=meshes["world"], reshard_after_forward=False, mp_policy=policy)
     else:
         _shard(model, root_unit, meshes, policy)
+    allow_in_place(model)
     return model
 
 

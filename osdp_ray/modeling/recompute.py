@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from osdp_ray.records.profile import Recompute
@@ -77,12 +77,15 @@ class _Keep(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function in _EXPENSIVE:
             # A detached alias: autograd makes the result itself a part of the graph, which would keep itself alive.
-            self.kept.append((function, tree_map_only(torch.Tensor, torch.Tensor.detach, result)))
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)  # counts changes with its alias
+            self.kept.append((function, kept, _versions(kept)))
         return result
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives the kept outputs of expensive operations back, in their order, and repeats all others."""
+    """Gives the kept outputs of expensive operations back, in their order, and repeats all others: also those whose
+    outputs were changed after they were kept."""
 
     def __init__(self, kept: deque[Any]) -> None:
         super().__init__()
@@ -93,4 +96,12 @@ class _Reuse(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         if not self.kept or self.kept[0][0] is not function:
             raise RuntimeError(f"recomputation ran {function} where the forward did not: it depends on changing state")
-        return self.kept.popleft()[1]
+        _, kept, versions = self.kept.popleft()
+        if _versions(kept) != versions:  # changed in place since, as by `x = self.linear(x); x += y`
+            return function(*args, **(kwargs or {}))
+        return kept
+
+
+def _versions(kept: Any) -> tuple[int, ...]:
+    """How often each tensor was changed in place, whoever did it: aliases count together."""
+    return tuple(leaf._version for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor))
