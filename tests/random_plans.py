@@ -23,7 +23,7 @@ from osdp_ray.planning.choices import RECOMPUTES, assignments, choices_of
 from osdp_ray.profiling.trace import trace
 from osdp_ray.records.plan import Plan, SectionPlan
 from tests.memory_cases import MODELS, Deck, available_models
-from tests.models import HF, WIDTH, Built, Stack
+from tests.models import HF, LENGTH, VALUES, WIDTH, Built, Stack
 from tests.oracle import make_plan, traced_profile
 
 GLOBAL_BATCH, NUM_STEPS, SEED = 8, 5, 3
@@ -71,7 +71,23 @@ class InPlace(Stack):
         return logits
 
 
-DRILLED = {**MODELS, "in-place": lambda: Built(InPlace)}
+class Encoder(nn.Module):
+    """torch's own encoder, whose attention uses the weight of a layer that never runs, and parameters of no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(VALUES, WIDTH), nn.Linear(WIDTH, VALUES)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.scales = nn.ParameterList([torch.ones(WIDTH), torch.zeros(WIDTH)])
+
+    def forward(self, tokens):
+        x = self.encoder(self.table(tokens) + self.position)
+        return self.head(x * self.scales[0] + self.scales[1])
+
+
+DRILLED = {**MODELS, "in-place": lambda: Built(InPlace), "encoder": lambda: Built(Encoder)}
 
 
 @functools.cache
@@ -108,7 +124,7 @@ class Drill:
 def draw_drills(ranks_per_node, num_drills, seed, *, precision="fp32"):
     """Drills for one world; every field is dealt like cards."""
     rng = random.Random(f"drills {ranks_per_node} {seed} {precision}")
-    models = [name for name in (*available_models(), "in-place") if name not in SKIPPED]
+    models = [name for name in (*available_models(), "in-place", "encoder") if name not in SKIPPED]
     models += [name for name in models if name not in HF]  # small ones twice as often
     if precision == "bf16":
         models = [name for name in models if name != "conv-net"]  # BatchNorm on CPU mixes no bf16 with fp32 buffers

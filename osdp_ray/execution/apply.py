@@ -106,7 +106,9 @@ def _innermost_first(units: Iterable[Unit]) -> list[Unit]:
 def _check_operators(model: nn.Module, plan: Plan) -> None:
     planned = {name for section in plan.sections for name in section.parameter_modules}
     found = {name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
-    if missing := sorted(planned - found):
+    there = {name for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    if missing := sorted(planned - there):
         raise PlanMismatchError("a model with module", repr(missing[0]), "not there")
-    if unknown := sorted(found - planned):
+    around = tuple(f"{name}." for name in planned if name)  # gathered with a module around them
+    if unknown := sorted(name for name in found - planned if not name.startswith(around) and "" not in planned):
         raise PlanMismatchError("a model without parameters in", repr(unknown[0]), "there")

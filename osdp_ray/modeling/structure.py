@@ -5,7 +5,7 @@ blocks are put into 'stem' (run before the first block) or 'head' (run after it)
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
@@ -76,20 +76,23 @@ def build_structure(
 ) -> Structure:
     """The structure of a model whose operators and blocks ran in `order` (paths, at their first entry).
 
+    What never runs by itself (the output projection of nn.MultiheadAttention, a ParameterList) has no moment to be
+    gathered at: its parameters belong to the operator of the nearest module around it that does run.
     Blocks of the same structure share a class, unless `variants` gives them different numbers.
     """
     position = {name: index for index, name in reversed(list(enumerate(order)))}
     ran_blocks = sorted((name for name in blocks if name in position), key=position.__getitem__)
     first_block = position[ran_blocks[0]] if ran_blocks else len(order)
     prefixes = tuple(f"{name}." for name in blocks)
-    outside = [name for name in _owners(model) if name not in blocks and not name.startswith(prefixes)]
-    groups = _tied(model, outside)
+    homes = _homes(model, blocks, position)
+    outside = [name for name in homes if name not in blocks and not name.startswith(prefixes)]
+    groups = _tied(model, outside, homes)
     stem = [
         group for group in groups if min(position.get(name, len(order)) for name in group) < first_block or "" in group
     ]
     head = [group for group in groups if group not in stem]
 
-    classes: list[SectionClass] = [_class(model, "stem", "", stem, is_block=False)]
+    classes: list[SectionClass] = [_class(model, "stem", "", stem, homes, is_block=False)]
     sections: list[Section] = [Section(name="stem", class_index=0)]
     seen: dict[tuple[object, ...], int] = {}
     for name in ran_blocks:
@@ -97,10 +100,11 @@ def build_structure(
         key = (signature(block), (variants or {}).get(name))
         if key not in seen:
             seen[key] = len(classes)
-            owners = [f"{name}.{owner}" if owner else name for owner in _owners(block)]
-            classes.append(_class(model, type(block).__name__, name, _tied(model, owners), is_block=True))
+            owners = [owner for owner in homes if owner == name or owner.startswith(f"{name}.")]
+            groups = _tied(model, owners, homes)
+            classes.append(_class(model, type(block).__name__, name, groups, homes, is_block=True))
         sections.append(Section(name=name, class_index=seen[key]))
-    classes.append(_class(model, "head", "", head, is_block=False))
+    classes.append(_class(model, "head", "", head, homes, is_block=False))
     sections.append(Section(name="head", class_index=len(classes) - 1))
     return Structure(sections=tuple(sections), classes=tuple(classes))
 
@@ -124,13 +128,26 @@ def _owners(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_modules() if any(True for _ in child.parameters(recurse=False))]
 
 
-def _tied(model: nn.Module, owners: list[str]) -> list[tuple[str, ...]]:
+def _homes(model: nn.Module, blocks: tuple[str, ...], ran: Collection[str]) -> dict[str, list[str]]:
+    """Modules that are gathered -> those whose parameters they gather, themselves first; in the model's order."""
+    homes: dict[str, list[str]] = {}
+    for owner in _owners(model):
+        block = next((name for name in blocks if owner.startswith(f"{name}.")), "")
+        home = owner
+        if not block or any(name.startswith(f"{block}.") for name in ran):  # else a block that others stand for
+            while home not in ran and home != block:
+                home = home.rpartition(".")[0]
+        homes.setdefault(home, []).append(owner)
+    return homes
+
+
+def _tied(model: nn.Module, owners: list[str], homes: Mapping[str, list[str]]) -> list[tuple[str, ...]]:
     """Owners that share a parameter, directly or through others, in one group each; in the order given."""
     groups: list[list[str]] = []
     holders: dict[int, list[str]] = {}
     for name in owners:
         group = [name]
-        for parameter in model.get_submodule(name).parameters(recurse=False):
+        for parameter in (p for path in homes[name] for p in model.get_submodule(path).parameters(recurse=False)):
             other = holders.get(id(parameter))
             if other is not None and other is not group:
                 other += [item for item in group if item not in other]
@@ -146,7 +163,15 @@ def _tied(model: nn.Module, owners: list[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _class(model: nn.Module, name: str, prefix: str, groups: list[tuple[str, ...]], *, is_block: bool) -> SectionClass:
+def _class(
+    model: nn.Module,
+    name: str,
+    prefix: str,
+    groups: list[tuple[str, ...]],
+    homes: Mapping[str, list[str]],
+    *,
+    is_block: bool,
+) -> SectionClass:
     cut = len(prefix) + 1 if prefix else 0
     parameters: list[Parameter] = []
     index_of: dict[int, int] = {}
@@ -154,7 +179,7 @@ def _class(model: nn.Module, name: str, prefix: str, groups: list[tuple[str, ...
     for group in groups:
         indices = []
         buffer_bytes = 0
-        for path in group:
+        for path in (owner for home in group for owner in homes[home]):
             module = model.get_submodule(path)
             buffer_bytes += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
             for key, parameter in module.named_parameters(recurse=False):

@@ -38,7 +38,8 @@ def choices_of(profile: Profile) -> tuple[Choice, ...]:
 
 
 def group_units(section_class: SectionClass, choices: dict[str, Choice]) -> tuple[Unit, ...]:
-    """Operators with equal choices share a unit. In a block the unit with most parameters comes first (its door)."""
+    """Operators with equal choices share a unit. In a block the unit with most parameters comes first (its door), and
+    what the block owns itself joins it; what the model owns itself is a unit of its own."""
     groups: dict[Choice, list[int]] = {}
     for index, operator in enumerate(section_class.operators):
         groups.setdefault(choices[operator.name], []).append(index)
@@ -47,13 +48,23 @@ def group_units(section_class: SectionClass, choices: dict[str, Choice]) -> tupl
         ordered = sorted(groups, key=lambda choice: -weight[choice])
     else:
         ordered = list(groups)
+    found = [(groups[choice], choice) for choice in ordered]
+    own = next((index for index, operator in enumerate(section_class.operators) if "" in operator.modules), None)
+    if own is not None:  # a module's own parameters are gathered at its door: the block's, or the model's
+        choice = choices[section_class.operators[own].name]
+        found = [([index for index in members if index != own], other) for members, other in found]
+        if section_class.is_block:
+            found[0] = (sorted([*found[0][0], own]), found[0][1])
+        else:
+            found.append(([own], choice))
     return tuple(
         Unit(
-            operators=tuple(section_class.operators[index].name for index in groups[choice]),
-            modules=tuple(name for index in groups[choice] for name in section_class.operators[index].modules),
+            operators=tuple(section_class.operators[index].name for index in members),
+            modules=tuple(name for index in members for name in section_class.operators[index].modules),
             choice=choice,
         )
-        for choice in ordered
+        for members, choice in found
+        if members
     )
 
 
