@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from osdp_ray.execution import build_on_meta, clip_gradients, parallelize
+from osdp_ray.execution import build_on_meta, clip_grad_norm, parallelize
 from osdp_ray.observation import AllocatorPeak, persistent_bytes
 from osdp_ray.planning.choices import DP, HSDP, HSDP2, ZERO2, ZERO3, uniform_sections
 from osdp_ray.profiling.trace import trace
@@ -183,7 +183,7 @@ def _ours(workload: GptWorkload, profile: Profile, in_blocks: Choice, outside: C
     plan = make_plan(profile, sections, micro_batch=MICRO_BATCH, accumulation=1)
     model, initialisation = build_on_meta(workload)
     initialisation.materialize(parallelize(model, plan), "cpu", 0)
-    return Trainee(workload, model, clip_gradients)
+    return Trainee(workload, model, clip_grad_norm)
 
 
 def _by_fsdp2(workload: GptWorkload, ranks_per_node: tuple[int, ...], *, is_hybrid: bool = False) -> Trainee:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from osdp_ray.execution.apply import parallelize
-from osdp_ray.execution.clipping import clip_gradients
+from osdp_ray.execution.clipping import clip_grad_norm
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.planning.choices import RECOMPUTES, assignments, choices_of
 from osdp_ray.profiling.trace import trace
@@ -201,7 +201,7 @@ def curve_of_rank(drill, rank, num_ranks):
             loss = workload.loss(model, _cut(batch, first, plan.micro_batch))
             (loss / plan.accumulation).backward()
             total += loss.detach() / plan.accumulation
-        norm = clip_gradients(model.parameters(), drill.max_norm)
+        norm = clip_grad_norm(model.parameters(), drill.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(total)

@@ -103,7 +103,7 @@ def num_rounds(accumulation: int, synchronise: Synchronise) -> int:
 
 
 def clipping_bytes(num_tensors: int) -> int:
-    """Most that `clip_gradients` holds beside gradients: of all on one mesh their norms, stacked, and squared, in fp32.
+    """Most that `clip_grad_norm` holds beside gradients: of all on one mesh their norms, stacked, and squared, in fp32.
 
     Of gradients on several meshes it is a little less.
     """

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from osdp_ray.errors import PlanMismatchError
+from osdp_ray.errors import PlanMismatchError, ShardingError
 from osdp_ray.execution.in_place import allow_in_place
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.records.plan import Plan, ShardOver, Unit
@@ -79,7 +79,10 @@ def _shard(
     policy: MixedPrecisionPolicy,
 ) -> None:
     choice = unit.choice
-    fully_shard(module, mesh=meshes[choice.shard_over], reshard_after_forward=choice.regather, mp_policy=policy)
+    try:
+        fully_shard(module, mesh=meshes[choice.shard_over], reshard_after_forward=choice.regather, mp_policy=policy)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ShardingError(", ".join(unit.operators), str(error).splitlines()[0]) from error
 
 
 def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:

@@ -3,7 +3,7 @@
 Order of one optimizer step, which `costs.simulate_bytes` mirrors:
 
     for each micro-batch of the accumulation:   batch, loss, (loss / accumulation).backward(), drop references
-    clip_gradients, optimizer.step(), optimizer.zero_grad(set_to_none=True), scheduler.step()
+    clip_grad_norm, optimizer.step(), optimizer.zero_grad(set_to_none=True), scheduler.step()
     one all-reduce of [sum of losses, stop, replan]
 
 A loss or a gradient norm that is not finite ends the run with that step, on every rank: both are global.
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from osdp_ray.blame import calling
 from osdp_ray.errors import DivergedError, OsdpError, WorkerError, WorkerMemoryError, WorkloadError
 from osdp_ray.execution.apply import parallelize
-from osdp_ray.execution.clipping import clip_gradients
+from osdp_ray.execution.clipping import clip_grad_norm
 from osdp_ray.execution.finite import is_finite
 from osdp_ray.execution.options import TrainOptions
 from osdp_ray.execution.saves import Save, derive_seed, load, save
@@ -253,7 +253,7 @@ class TrainLoop:
 
     def _update(self) -> torch.Tensor | None:
         max_norm = self.options.max_norm
-        norm = None if max_norm is None else clip_gradients(self.parameters, max_norm)
+        norm = None if max_norm is None else clip_grad_norm(self.parameters, max_norm)
         user_code.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
