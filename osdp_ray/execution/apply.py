@@ -21,8 +21,15 @@ from osdp_ray.records.plan import Plan, ShardOver, Unit
 from osdp_ray.records.profile import Precision
 
 
-def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cuda"] | None = None) -> nn.Module:
-    """Applies a plan to a model in place and returns it.
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device_type: Literal["cpu", "cuda"] | None = None,
+    compiles: bool = False,
+) -> nn.Module:
+    """Applies a plan to a model in place and returns it. With `compiles` every block's forward goes through
+    torch.compile; see docs/executor.md for what that keeps.
 
     The model may be on the meta device; the process group must be up with as many ranks as the plan has, and without
     a `device_type` its backend tells it. Raises PlanMismatchError where the plan was made for another number of ranks
@@ -42,6 +49,8 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
         block = model.get_submodule(section.name)
         for unit in _innermost_first(section.units[1:]):
             _shard_operators(block, unit, meshes, policy)
+        if compiles:  # within recomputation and the units' hooks
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if section.recompute != "none":
             recompute_block(block, section.recompute)
         if section.units:

@@ -123,7 +123,7 @@ class TrainLoop:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.workload_hash = workload.hash()
         model, initialisation = build_on_meta(workload)
-        self.model = parallelize(model, plan, device_type=device.type)
+        self.model = parallelize(model, plan, device_type=device.type, compiles=options.compiles)
         initialisation.materialize(self.model, device, options.seed)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = user_code.build_optimizer(workload, self.parameters)

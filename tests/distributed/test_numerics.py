@@ -190,7 +190,9 @@ def test_a_plan_for_other_ranks_or_another_model_is_refused(corpus, tmp_path):
         with pytest.raises(PlanMismatchError, match=r"without parameters in 'blocks\.1\.attention\.projection'"):
             parallelize(model, fewer, device_type="cpu")
         model.token_embedding.weight = torch.nn.Parameter(torch.empty(32, 256, device="meta").t())
-        with pytest.raises(ShardingError, match=r"'token_embedding.*' cannot be sharded: .*contiguous.* Parameters must"):
+        with pytest.raises(
+            ShardingError, match=r"'token_embedding.*' cannot be sharded: .*contiguous.* Parameters must"
+        ):
             parallelize(model, make_plan(profile, sections, micro_batch=1, accumulation=1), device_type="cpu")
         model, _ = build_on_meta(work)
         model.norm = torch.nn.Identity()
