@@ -113,6 +113,7 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="0: at the end only (default)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest save in --out")
+    parser.add_argument("--compile", action="store_true", help="run blocks through torch.compile")
     parser.add_argument("--max-replans", type=int, default=2, help="0: keep the first plan (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/latest"), help="the run's folder (default: runs/latest)")
 
@@ -315,6 +316,7 @@ def train(workload: Any, options: argparse.Namespace, *, quiet: bool = False) ->
             out=options.out,
             seed=options.seed,
             save_every=options.save_every,
+            compiles=options.compile,
             resume=options.resume,
             address=options.address,
             max_replans=options.max_replans,

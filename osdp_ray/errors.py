@@ -91,6 +91,20 @@ class WorkloadError(OsdpError):
         return f"the workload's {self.method} {self.problem}{where}. {self.remedy}"
 
 
+class ShardingError(OsdpError):
+    """A module of the model that FSDP2 does not shard."""
+
+    def __init__(self, module: str, problem: str) -> None:
+        super().__init__(module, problem)
+        self.module, self.problem = module, problem
+
+    def __str__(self) -> str:
+        return (
+            f"module {self.module or 'the model'!r} cannot be sharded: {self.problem}. Parameters must be contiguous, "
+            "of at least one dimension, and all on one device (or all on the meta device) before parallelize."
+        )
+
+
 class InfeasibleError(OsdpError):
     """No plan fits the budget. `holder` is the largest operator of what runs at the leanest plan's peak."""
 

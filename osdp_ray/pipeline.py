@@ -64,6 +64,7 @@ def run(
     save_every: int = 0,
     eval_every: int = 0,
     max_norm: float | None = 1.0,
+    compiles: bool = False,
     resume: bool = False,
     address: str | None = None,
     max_replans: int = 2,
@@ -80,7 +81,12 @@ def run(
     once. Raises OsdpError for everything that a user can mend. Nothing is left running.
     """
     options = TrainOptions(
-        num_steps=num_steps, seed=seed, save_every=save_every, eval_every=eval_every, max_norm=max_norm
+        num_steps=num_steps,
+        seed=seed,
+        save_every=save_every,
+        eval_every=eval_every,
+        max_norm=max_norm,
+        compiles=compiles,
     )
     settings = Settings(
         num_workers=num_workers,

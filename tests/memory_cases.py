@@ -122,11 +122,11 @@ def draw_cases(
     `models` are names in MODELS, all that can be built here where none are given.
     """
     rng = random.Random(f"memory cases {seed}")
-    subjects = _Deck(rng, subjects_of(models or available_models()))
-    deck_of_worlds, accumulations = _Deck(rng, worlds), _Deck(rng, _ACCUMULATIONS)
-    shapes, recomputes = _Deck(rng, ("uniform", "mixed")), _Deck(rng, RECOMPUTES)
-    synchronises: _Deck[Synchronise] = _Deck(rng, ("every", "last"))
-    choices = {False: _Deck(rng, tuple(UNIFORM_CHOICES)), True: _Deck(rng, (*UNIFORM_CHOICES, *HYBRID_CHOICES))}
+    subjects = Deck(rng, subjects_of(models or available_models()))
+    deck_of_worlds, accumulations = Deck(rng, worlds), Deck(rng, _ACCUMULATIONS)
+    shapes, recomputes = Deck(rng, ("uniform", "mixed")), Deck(rng, RECOMPUTES)
+    synchronises: Deck[Synchronise] = Deck(rng, ("every", "last"))
+    choices = {False: Deck(rng, tuple(UNIFORM_CHOICES)), True: Deck(rng, (*UNIFORM_CHOICES, *HYBRID_CHOICES))}
     draws = []
     for index in range(num_cases):
         (model, precision), ranks_per_node = subjects.deal(), deck_of_worlds.deal()
@@ -179,7 +179,7 @@ def workload_and_trace(model: str, precision: Precision) -> tuple[Workload, Trac
     return workload, trace(workload)
 
 
-class _Deck(Generic[T]):
+class Deck(Generic[T]):
     """Deals values in random order, each once before the deck is shuffled anew."""
 
     def __init__(self, rng: random.Random, values: Sequence[T]) -> None:

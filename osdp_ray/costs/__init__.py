@@ -12,6 +12,7 @@ from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import Table, table_of
 from osdp_ray.costs.seconds import SectionSeconds, UnitSeconds, section_seconds, unit_seconds
 from osdp_ray.costs.splitting import Splits, divides, split_class, splits_of, splittable
+from osdp_ray.costs.starting import SAVE_PIECE_BYTES, chunk_rows
 from osdp_ray.costs.steps import evaluation_bytes, num_rounds, simulate_bytes, simulate_sections, unit_state_bytes
 from osdp_ray.costs.streams import beside, overlapped_s, step_seconds
 from osdp_ray.costs.units import WEIGHTLESS, UnitBytes
@@ -19,19 +20,21 @@ from osdp_ray.records.plan import Plan, Prediction, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 __all__ = [
+    "SAVE_PIECE_BYTES",
     "WEIGHTLESS",
     "Holding",
     "PassBytes",
     "PhasePeak",
     "SectionBytes",
     "SectionSeconds",
-    "StepBytes",
     "Splits",
+    "StepBytes",
     "StepSimulator",
     "Table",
     "UnitBytes",
     "UnitSeconds",
     "beside",
+    "chunk_rows",
     "divides",
     "explain_peaks",
     "explain_section_peaks",

@@ -77,7 +77,7 @@ class Fsdp2:
         unit.gathered = True
 
     def _begin_again(self, unit: PlayedUnit) -> None:
-        """A module of a unit whose backward runs is recomputed; the unit has begun until all of its modules have run."""
+        """A module of a unit whose backward runs is recomputed; the unit has begun until all of them have run."""
         if unit.num_modules > 1 and unit.num_begun == 0:
             unit.num_begun = unit.num_modules
             self.begun.append(unit)

@@ -9,7 +9,8 @@ import dataclasses
 from osdp_ray.costs.levels import PHASES
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import EVALUATION
-from osdp_ray.costs.steps import persistent_bytes, play_evaluation, play_step
+from osdp_ray.costs.starting import starting_shares
+from osdp_ray.costs.steps import persistent_bytes, play_evaluation, play_step, state_bytes
 from osdp_ray.records.plan import Plan, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 from osdp_ray.schema import format_table
@@ -59,10 +60,18 @@ def explain_section_peaks(
     accumulation: int,
     synchronise: Synchronise = "every",
 ) -> tuple[PhasePeak, ...]:
-    """The same of a step, for decisions that are not in a plan yet."""
+    """The same of the start and a step, for decisions that are not in a plan yet."""
     ledger = _Ledger(profile, sections, micro_batch)
+    shares_of = starting_shares(ledger, state_bytes(ledger))
+    starting = tuple(_starting_peak(phase, shares) for phase, shares in shares_of.items())
     play_step(ledger, micro_batch, accumulation, synchronise)
-    return tuple(ledger.noted[phase] for phase in PHASES if phase in ledger.noted)
+    return (*starting, *(ledger.noted[phase] for phase in PHASES if phase in ledger.noted))
+
+
+def _starting_peak(phase: str, shares: dict[str, int]) -> PhasePeak:
+    holdings = [Holding(kind=kind, where="", num_bytes=num_bytes) for kind, num_bytes in shares.items() if num_bytes]
+    ordered = sorted(holdings, key=lambda holding: -holding.num_bytes)
+    return PhasePeak(phase=phase, section="", peak_bytes=sum(shares.values()), holdings=tuple(ordered))
 
 
 def peak_table(peaks: tuple[PhasePeak, ...], budget_bytes: int, *, num_holdings: int = 6) -> str:

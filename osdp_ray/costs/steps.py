@@ -7,6 +7,7 @@ from osdp_ray.costs.levels import PassBytes, StepBytes
 from osdp_ray.costs.memory import StepSimulator
 from osdp_ray.costs.programs import EVALUATION
 from osdp_ray.costs.runs import RowSimulator
+from osdp_ray.costs.starting import starting_bytes
 from osdp_ray.costs.units import UnitBytes
 from osdp_ray.records.plan import Plan, SectionPlan, Synchronise
 from osdp_ray.records.profile import OptimizerCost, Profile
@@ -15,7 +16,7 @@ from osdp_ray.records.profile import OptimizerCost, Profile
 def simulate_bytes(
     profile: Profile, plan: Plan, *, is_first: bool = False, clips: bool = False, rank: int = 0
 ) -> StepBytes:
-    """Plays one step of a plan and an evaluation after it: bytes of a rank, the first of which holds the most.
+    """Plays the start of a plan, one step and an evaluation: bytes of a rank, the first of which holds the most.
 
     In the first step the optimizer makes its state when it steps; a run that was resumed has it from the start. With
     `clips` the norms of gradients are counted, some bytes per tensor, which a plan's own prediction leaves out.
@@ -48,7 +49,9 @@ def simulate_sections(
     """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
     class_indices = tuple(section.class_index for section in profile.sections)
     simulator = RowSimulator(profile, sections, class_indices)
-    return play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, clips=clips, rank=rank)
+    starting = starting_bytes(simulator, state_bytes(simulator, rank), rank)
+    held = play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, clips=clips, rank=rank)
+    return dataclasses.replace(held, peak_by_phase=starting | held.peak_by_phase)
 
 
 def play_step(
@@ -100,7 +103,7 @@ def num_rounds(accumulation: int, synchronise: Synchronise) -> int:
 
 
 def clipping_bytes(num_tensors: int) -> int:
-    """Most that `clip_gradients` holds beside gradients: of all on one mesh their norms, stacked, and squared, in fp32.
+    """Most that `clip_grad_norm` holds beside gradients: of all on one mesh their norms, stacked, and squared, in fp32.
 
     Of gradients on several meshes it is a little less.
     """

@@ -22,7 +22,7 @@ from osdp_ray.workload import Workload
 __all__ = [
     "TrainOptions",
     "build_on_meta",
-    "clip_gradients",
+    "clip_grad_norm",
     "execute",
     "latest_save",
     "load",
@@ -34,7 +34,7 @@ __all__ = [
 _HOMES = {
     "parallelize": "osdp_ray.execution.apply",
     "build_on_meta": "osdp_ray.modeling.materialize",
-    "clip_gradients": "osdp_ray.execution.clipping",
+    "clip_grad_norm": "osdp_ray.execution.clipping",
     "latest_save": "osdp_ray.execution.saves",
     "load": "osdp_ray.execution.saves",
     "read_save": "osdp_ray.execution.saves",

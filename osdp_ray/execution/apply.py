@@ -15,15 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
-from osdp_ray.errors import PlanMismatchError
+from osdp_ray.errors import PlanMismatchError, ShardingError
+from osdp_ray.execution.in_place import allow_in_place
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.splitting import split_operator
 from osdp_ray.records.plan import Plan, ShardOver, Unit
 from osdp_ray.records.profile import Precision
 
 
-def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cuda"] | None = None) -> nn.Module:
-    """Applies a plan to a model in place and returns it.
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device_type: Literal["cpu", "cuda"] | None = None,
+    compiles: bool = False,
+) -> nn.Module:
+    """Applies a plan to a model in place and returns it. With `compiles` every block's forward goes through
+    torch.compile; see docs/executor.md for what that keeps.
 
     The model may be on the meta device; the process group must be up with as many ranks as the plan has, and without
     a `device_type` its backend tells it. Raises PlanMismatchError where the plan was made for another number of ranks
@@ -44,6 +52,8 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
         block = model.get_submodule(section.name)
         for unit in _innermost_first(section.units[1:]):
             _shard_operators(block, unit, meshes, policy)
+        if compiles:  # within recomputation and the units' hooks
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
         if section.recompute != "none":
             recompute_block(block, section.recompute)
         if section.units:
@@ -57,6 +67,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
         fully_shard(model, mesh=meshes["world"], reshard_after_forward=False, mp_policy=policy)
     else:
         _shard(model, root_unit, meshes, policy)
+    allow_in_place(model)
     return model
 
 
@@ -80,7 +91,10 @@ def _shard(
     policy: MixedPrecisionPolicy,
 ) -> None:
     choice = unit.choice
-    fully_shard(module, mesh=meshes[choice.shard_over], reshard_after_forward=choice.regather, mp_policy=policy)
+    try:
+        fully_shard(module, mesh=meshes[choice.shard_over], reshard_after_forward=choice.regather, mp_policy=policy)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise ShardingError(", ".join(unit.operators), str(error).splitlines()[0]) from error
     if choice.keep_node_shard:
         _keep_node_shard(module[0] if isinstance(module, list) else module, meshes["node"])
 
@@ -143,7 +157,9 @@ def _split(model: nn.Module, plan: Plan) -> None:
 def _check_operators(model: nn.Module, plan: Plan) -> None:
     planned = {name for section in plan.sections for name in section.parameter_modules}
     found = {name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
-    if missing := sorted(planned - found):
+    there = {name for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    if missing := sorted(planned - there):
         raise PlanMismatchError("a model with module", repr(missing[0]), "not there")
-    if unknown := sorted(found - planned):
+    around = tuple(f"{name}." for name in planned if name)  # gathered with a module around them
+    if unknown := sorted(name for name in found - planned if not name.startswith(around) and "" not in planned):
         raise PlanMismatchError("a model without parameters in", repr(unknown[0]), "there")

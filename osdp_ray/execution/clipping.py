@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scales all gradients so that their global L2 norm is at most `max_norm`, and returns the norm before.
 
     Squares of local shards are summed over the ranks that share a parameter, one all-reduce per group of ranks;

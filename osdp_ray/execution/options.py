@@ -7,7 +7,8 @@ RAY_FOLDER = "ray"  # of a run's directory: Ray Train's own bookkeeping, while a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """`save_every` and `eval_every` count steps, 0 is only at the end. `max_norm` None leaves gradients unclipped."""
+    """`save_every` and `eval_every` count steps, 0 is only at the end. `max_norm` None leaves gradients unclipped.
+    `compiles`: blocks go through torch.compile."""
 
     num_steps: int
     seed: int = 0
@@ -15,3 +16,4 @@ class TrainOptions:
     eval_every: int = 0
     max_norm: float | None = 1.0
     saves_kept: int = 2
+    compiles: bool = False

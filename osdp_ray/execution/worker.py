@@ -3,7 +3,7 @@
 Order of one optimizer step, which `costs.simulate_bytes` mirrors:
 
     for each micro-batch of the accumulation:   batch, loss, (loss / accumulation).backward(), drop references
-    clip_gradients, optimizer.step(), optimizer.zero_grad(set_to_none=True), scheduler.step()
+    clip_grad_norm, optimizer.step(), optimizer.zero_grad(set_to_none=True), scheduler.step()
     one all-reduce of [sum of losses, stop, replan]
 
 A loss or a gradient norm that is not finite ends the run with that step, on every rank: both are global.
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from osdp_ray.blame import calling
 from osdp_ray.errors import DivergedError, OsdpError, WorkerError, WorkerMemoryError, WorkloadError
 from osdp_ray.execution.apply import free_gathered, parallelize
-from osdp_ray.execution.clipping import clip_gradients
+from osdp_ray.execution.clipping import clip_grad_norm
 from osdp_ray.execution.finite import is_finite
 from osdp_ray.execution.options import TrainOptions
 from osdp_ray.execution.saves import Save, derive_seed, load, save
@@ -122,7 +122,7 @@ class TrainLoop:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.workload_hash = workload.hash()
         model, initialisation = build_on_meta(workload)
-        self.model = parallelize(model, plan, device_type=device.type)
+        self.model = parallelize(model, plan, device_type=device.type, compiles=options.compiles)
         initialisation.materialize(self.model, device, options.seed)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = user_code.build_optimizer(workload, self.parameters)
@@ -252,7 +252,7 @@ class TrainLoop:
 
     def _update(self) -> torch.Tensor | None:
         max_norm = self.options.max_norm
-        norm = None if max_norm is None else clip_gradients(self.parameters, max_norm)
+        norm = None if max_norm is None else clip_grad_norm(self.parameters, max_norm)
         user_code.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from osdp_ray.records.profile import Recompute
@@ -78,25 +78,36 @@ class _Keep(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function in _EXPENSIVE:
             # A detached alias: autograd makes the result itself a part of the graph, which would keep itself alive.
-            self.kept.append((function, tree_map_only(torch.Tensor, torch.Tensor.detach, result)))
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)  # counts changes with its alias
+            self.kept.append((function, kept, _versions(kept)))
         return result
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives the kept outputs of expensive operations back, in their order, and repeats all others."""
+    """Gives the kept outputs of expensive operations back, in their order, and repeats all others: also those whose
+    outputs were changed after they were kept."""
 
     def __init__(self, kept: deque[Any]) -> None:
         super().__init__()
         self.kept = kept
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return self.take(function) if function in _EXPENSIVE else function(*args, **(kwargs or {}))
+        kept = self.take(function) if function in _EXPENSIVE else None
+        return function(*args, **(kwargs or {})) if kept is None else kept
 
     def take(self, function: Any) -> Any:
-        """What was kept of an operation, which must be the next one."""
+        """What was kept of an operation, which must be the next one; None where it was changed in place since, as by
+        `x = self.linear(x); x += y`."""
         if not self.kept or self.kept[0][0] is not function:
             raise RuntimeError(f"recomputation ran {function} where the forward did not: it depends on changing state")
-        return self.kept.popleft()[1]
+        has_changed = self.has_changed()
+        kept = self.kept.popleft()[1]
+        return None if has_changed else kept
+
+    def has_changed(self) -> bool:
+        """Whether the next of what was kept was changed in place since."""
+        return bool(self.kept) and _versions(self.kept[0][1]) != self.kept[0][2]
 
 
 def keep_or_reuse(
@@ -109,9 +120,18 @@ def keep_or_reuse(
     for mode in reversed(_get_current_dispatch_mode_stack()):  # torch 2.13
         if isinstance(mode, _Keep):
             result = run()
-            mode.kept.append((keep_or_reuse, result.detach()))
+            kept = result.detach()
+            mode.kept.append((keep_or_reuse, kept, _versions(kept)))
             return result
         if isinstance(mode, _Reuse):
+            if mode.has_changed():
+                mode.take(keep_or_reuse)
+                return run()
             saved = save()
             return give(saved, mode.take(keep_or_reuse))
     return run()
+
+
+def _versions(kept: Any) -> tuple[int, ...]:
+    """How often each tensor was changed in place, whoever did it: aliases count together."""
+    return tuple(leaf._version for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor))

@@ -81,6 +81,8 @@ def build_structure(
 ) -> Structure:
     """The structure of a model whose operators and blocks ran in `order` (paths, at their first entry).
 
+    What never runs by itself (the output projection of nn.MultiheadAttention, a ParameterList) has no moment to be
+    gathered at: its parameters belong to the operator of the nearest module around it that does run.
     Blocks of the same structure share a class, unless `variants` gives them different numbers. Operators in `read` have
     weights that others read, so that they cannot be split.
     """
@@ -88,8 +90,9 @@ def build_structure(
     ran_blocks = sorted((name for name in blocks if name in position), key=position.__getitem__)
     first_block = position[ran_blocks[0]] if ran_blocks else len(order)
     prefixes = tuple(f"{name}." for name in blocks)
-    outside = [name for name in _owners(model) if name not in blocks and not name.startswith(prefixes)]
-    groups = _tied(model, outside)
+    homes = _homes(model, blocks, position)
+    outside = [name for name in homes if name not in blocks and not name.startswith(prefixes)]
+    groups = _tied(model, outside, homes)
     stem = [
         group for group in groups if min(position.get(name, len(order)) for name in group) < first_block or "" in group
     ]
@@ -98,7 +101,7 @@ def build_structure(
     inside = {name[len(prefix) :] for name in read for prefix in prefixes if name.startswith(prefix)}
 
     def describe(name: str, prefix: str, groups: list[tuple[str, ...]], *, is_block: bool) -> SectionClass:
-        return _class(model, name, prefix, groups, inside if is_block else read, is_block=is_block)
+        return _class(model, name, prefix, groups, homes, inside if is_block else read, is_block=is_block)
 
     classes: list[SectionClass] = [describe("stem", "", stem, is_block=False)]
     sections: list[Section] = [Section(name="stem", class_index=0)]
@@ -108,25 +111,54 @@ def build_structure(
         key = (signature(block), (variants or {}).get(name))
         if key not in seen:
             seen[key] = len(classes)
-            owners = [f"{name}.{owner}" if owner else name for owner in _owners(block)]
-            classes.append(describe(type(block).__name__, name, _tied(model, owners), is_block=True))
+            owners = [owner for owner in homes if owner == name or owner.startswith(f"{name}.")]
+            groups = _tied(model, owners, homes)
+            classes.append(describe(type(block).__name__, name, groups, is_block=True))
         sections.append(Section(name=name, class_index=seen[key]))
     classes.append(describe("head", "", head, is_block=False))
     sections.append(Section(name="head", class_index=len(classes) - 1))
     return Structure(sections=tuple(sections), classes=tuple(classes))
 
 
+def with_scratch(structure: Structure, scratch_bytes: Mapping[str, int]) -> Structure:
+    """The structure with what drawing the first values of its parameters holds, by their full names."""
+    if not any(scratch_bytes.values()):
+        return structure
+    classes = []
+    for class_index, section_class in enumerate(structure.classes):
+        prefix = f"{structure.members(class_index)[0]}." if section_class.is_block else ""
+        parameters = tuple(
+            dataclasses.replace(parameter, scratch_bytes=scratch_bytes.get(f"{prefix}{parameter.name}", 0))
+            for parameter in section_class.parameters
+        )
+        classes.append(dataclasses.replace(section_class, parameters=parameters))
+    return dataclasses.replace(structure, classes=tuple(classes))
+
+
 def _owners(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_modules() if any(True for _ in child.parameters(recurse=False))]
 
 
-def _tied(model: nn.Module, owners: list[str]) -> list[tuple[str, ...]]:
+def _homes(model: nn.Module, blocks: tuple[str, ...], ran: Collection[str]) -> dict[str, list[str]]:
+    """Modules that are gathered -> those whose parameters they gather, themselves first; in the model's order."""
+    homes: dict[str, list[str]] = {}
+    for owner in _owners(model):
+        block = next((name for name in blocks if owner.startswith(f"{name}.")), "")
+        home = owner
+        if not block or any(name.startswith(f"{block}.") for name in ran):  # else a block that others stand for
+            while home not in ran and home != block:
+                home = home.rpartition(".")[0]
+        homes.setdefault(home, []).append(owner)
+    return homes
+
+
+def _tied(model: nn.Module, owners: list[str], homes: Mapping[str, list[str]]) -> list[tuple[str, ...]]:
     """Owners that share a parameter, directly or through others, in one group each; in the order given."""
     groups: list[list[str]] = []
     holders: dict[int, list[str]] = {}
     for name in owners:
         group = [name]
-        for parameter in model.get_submodule(name).parameters(recurse=False):
+        for parameter in (p for path in homes[name] for p in model.get_submodule(path).parameters(recurse=False)):
             other = holders.get(id(parameter))
             if other is not None and other is not group:
                 other += [item for item in group if item not in other]
@@ -147,6 +179,7 @@ def _class(
     name: str,
     prefix: str,
     groups: list[tuple[str, ...]],
+    homes: Mapping[str, list[str]],
     read: Collection[str],
     *,
     is_block: bool,
@@ -158,7 +191,7 @@ def _class(
     for group in groups:
         indices = []
         buffer_bytes = 0
-        for path in group:
+        for path in (owner for home in group for owner in homes[home]):
             module = model.get_submodule(path)
             buffer_bytes += sum(buffer.nbytes for buffer in module.buffers(recurse=False))
             for key, parameter in module.named_parameters(recurse=False):

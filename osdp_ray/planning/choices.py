@@ -46,7 +46,8 @@ def choices_of(profile: Profile) -> tuple[Choice, ...]:
 
 
 def group_units(section_class: SectionClass, choices: dict[str, Choice]) -> tuple[Unit, ...]:
-    """Operators with equal choices share a unit. In a block the unit with most parameters comes first (its door).
+    """Operators with equal choices share a unit. In a block the unit with most parameters comes first (its door), and
+    what the block owns itself joins it; what the model owns itself is a unit of its own.
 
     `choices` are by operator; those that it names by their slices are split, and every slice is a unit.
     """
@@ -59,13 +60,23 @@ def group_units(section_class: SectionClass, choices: dict[str, Choice]) -> tupl
     if section_class.is_block:
         weight = {key: sum(map(section_class.operator_bytes, members)) for key, members in groups.items()}
         ordered.sort(key=lambda key: (isinstance(key, str), 0 if isinstance(key, str) else -weight[key]))
+    found = [(groups[key], choices[key] if isinstance(key, str) else key) for key in ordered]
+    own = next((index for index, operator in enumerate(section_class.operators) if "" in operator.modules), None)
+    if own is not None:  # a module's own parameters are gathered at its door: the block's, or the model's
+        choice = choices[section_class.operators[own].name]
+        found = [([index for index in members if index != own], other) for members, other in found]
+        if section_class.is_block:
+            found[0] = (sorted([*found[0][0], own]), found[0][1])
+        else:
+            found.append(([own], choice))
     return tuple(
         Unit(
-            operators=tuple(section_class.operators[index].name for index in groups[key]),
-            modules=tuple(name for index in groups[key] for name in section_class.operators[index].modules),
-            choice=choices[key] if isinstance(key, str) else key,
+            operators=tuple(section_class.operators[index].name for index in members),
+            modules=tuple(name for index in members for name in section_class.operators[index].modules),
+            choice=choice,
         )
-        for key in ordered
+        for members, choice in found
+        if members
     )
 
 

@@ -72,6 +72,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         evaluation=traced.evaluation,
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
+        buffer_scratch_bytes=traced.buffer_scratch_bytes,
         optimizer=_slowest_optimizer(optimizer),
         compute=tuple(_slowest_compute(costs) for costs in zip(*compute, strict=True)),
         links=links,

@@ -67,6 +67,7 @@ def estimate(workload: Workload, hardware: Hardware) -> Profile:
         evaluation=traced.evaluation,
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
+        buffer_scratch_bytes=traced.buffer_scratch_bytes,
         optimizer=optimizer_cost(workload, hardware),
         compute=compute_costs(traced.work, hardware),
         links=estimate_links(hardware),

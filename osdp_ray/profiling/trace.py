@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from osdp_ray.blame import calling, summary
 from osdp_ray.errors import TraceError, WorkloadError
 from osdp_ray.modeling import user_code
-from osdp_ray.modeling.materialize import build_bare
+from osdp_ray.modeling.materialize import build_bare, build_recorded
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.splitting import watch_weights
-from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
+from osdp_ray.modeling.structure import Structure, build_structure, find_blocks, with_scratch
 from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling import values
 from osdp_ray.profiling.fakes import fakes_of, real_branches, reals_of, replace_tensors, seen_random_state
@@ -53,6 +53,7 @@ class Trace:
     evaluation: tuple[SectionTrace, ...]
     batch_bytes_per_sample: int
     buffer_bytes: int
+    buffer_scratch_bytes: int = 0
     work: tuple[SectionWork, ...] = ()
 
 
@@ -64,7 +65,7 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
     the few that run are held whole, and sizes that depend on values are the highest seen.
     With `counts_work` the floating-point operations and the bytes of every operation are counted, too.
     """
-    model = build_bare(workload)
+    model, initialisation = build_recorded(workload)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise TraceError(
@@ -75,11 +76,14 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
             raise TraceError(name, problem, "Leave it out of the model, or make no dimension of it 0")
     blocks = find_blocks(model, user_code.blocks(workload))
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
+    scratch_bytes = {name: initialisation.scratch_bytes(name) for name, _ in model.named_parameters()}
+    buffer_scratch_bytes = max((initialisation.scratch_bytes(name) for name, _ in model.named_buffers()), default=0)
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
     try:
         structure, found = _trace_model(workload, model, blocks, batches, counts_work)
     except _RunsTwice:
         structure, found = _trace_model(workload, build_bare(workload), (), batches, counts_work)
+    structure = with_scratch(structure, scratch_bytes)
     traces = found.traces(structure)
     return Trace(
         # Of a model whose values decide what runs, another batch may reach what this one did not.
@@ -88,6 +92,7 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
         evaluation=found.evaluation(structure),
         batch_bytes_per_sample=_bytes_per_sample(batches),
         buffer_bytes=buffer_bytes,
+        buffer_scratch_bytes=buffer_scratch_bytes,
         work=found.work(structure),
     )
 

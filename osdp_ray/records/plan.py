@@ -134,9 +134,10 @@ class SectionPlan:
 class Prediction:
     """What a plan costs. `peak_by_phase` maps a phase to the highest bytes in it; the largest is `peak_bytes`.
 
-    Phases of memory: forward, loss, backward, optimizer, evaluation. Phases of time: forward, backward,
-    communication, optimizer. `held_beside` is what a device holds beside tensors, by line: the allocator's reserve,
-    the context, the communicators; with the peak it makes `device_bytes`, which the budget bounds.
+    Phases of memory: building and loading before the first step; forward, loss, backward, optimizer; evaluation.
+    Phases of time: forward, backward, communication, optimizer. `held_beside` is what a device holds beside tensors, by
+    line: the allocator's reserve, the context, the communicators; with the peak it makes `device_bytes`, which the
+    budget bounds.
     """
 
     peak_bytes: int

@@ -28,13 +28,15 @@ FOREIGN = 1000  # subject of a hook or parameter of another class: FOREIGN * (cl
 class Parameter:
     """One parameter tensor. `name` is relative to its section.
 
-    `requires_grad`: it gets a gradient. One that no loss reaches gets none, though it is not frozen.
+    `requires_grad`: it gets a gradient. One that no loss reaches gets none, though it is not frozen. `scratch_bytes`:
+    what drawing its first values holds beside its shard, 0 where that goes chunk by chunk.
     """
 
     name: str
     shape: tuple[int, ...]
     itemsize_bytes: int
     requires_grad: bool
+    scratch_bytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -224,7 +226,8 @@ class Profile(Record):
     beside computation (streams), where gloo on CPUs takes turns with it; computing beside a collective then takes
     `1 + overlap_slowdown_fraction` times as long (0 until that is measured). `context_bytes` and
     `communicator_bytes` are what the process holds of a device outside the allocator of tensors: driver, kernels and
-    libraries; NCCL's buffers.
+    libraries; NCCL's buffers. `buffer_scratch_bytes` is the most that is held beside a buffer of the model while it is
+    filled.
     """
 
     workload: str
@@ -249,6 +252,7 @@ class Profile(Record):
     evaluation: tuple[SectionTrace, ...] = ()
     context_bytes: int = 0
     communicator_bytes: int = 0
+    buffer_scratch_bytes: int = 0
 
     @property
     def num_ranks(self) -> int:

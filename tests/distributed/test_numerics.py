@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from osdp_ray.errors import PlanMismatchError
+from osdp_ray.errors import PlanMismatchError, ShardingError
 from osdp_ray.execution.apply import parallelize
-from osdp_ray.execution.clipping import clip_gradients
+from osdp_ray.execution.clipping import clip_grad_norm
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.planning.choices import group_units, uniform_sections
 from osdp_ray.profiling.trace import trace
@@ -133,7 +133,7 @@ def run_rank(rank, num_ranks, port, data, planned, out):
             num_ranks=num_ranks,
             micro_batch=plan.micro_batch,
             accumulation=plan.accumulation,
-            clip=clip_gradients,
+            clip=clip_grad_norm,
         )
     with open(f"{out}/{rank}.json", "w") as file:
         json.dump(curves, file)
@@ -189,6 +189,12 @@ def test_a_plan_for_other_ranks_or_another_model_is_refused(corpus, tmp_path):
         fewer = make_plan(profile, sections[:2] + sections[3:], micro_batch=1, accumulation=1)
         with pytest.raises(PlanMismatchError, match=r"without parameters in 'blocks\.1\.attention\.projection'"):
             parallelize(model, fewer, device_type="cpu")
+        model.token_embedding.weight = torch.nn.Parameter(torch.empty(32, 256, device="meta").t())
+        with pytest.raises(
+            ShardingError, match=r"'token_embedding.*' cannot be sharded: .*contiguous.* Parameters must"
+        ):
+            parallelize(model, make_plan(profile, sections, micro_batch=1, accumulation=1), device_type="cpu")
+        model, _ = build_on_meta(work)
         model.norm = torch.nn.Identity()
         with pytest.raises(PlanMismatchError, match=r"a model with module 'norm', and here it is not there"):
             parallelize(model, make_plan(profile, sections, micro_batch=1, accumulation=1), device_type="cpu")

@@ -12,7 +12,7 @@ import torch
 
 from osdp_ray.costs import explain_peaks, simulate_bytes
 from osdp_ray.costs.steps import clipping_bytes
-from osdp_ray.execution.clipping import clip_gradients
+from osdp_ray.execution.clipping import clip_grad_norm
 from osdp_ray.modeling.materialize import build_bare
 from osdp_ray.profiling.trace import trace
 from osdp_ray.workloads.gpt import GptWorkload
@@ -89,9 +89,9 @@ def test_clipping_holds_the_norms_of_gradients(corpus, num_tensors):
     parameters = [torch.nn.Parameter(torch.ones(10)) for _ in range(num_tensors)]
     for parameter in parameters:
         parameter.grad = torch.ones(10)
-    clip_gradients(parameters, 1.0)
+    clip_grad_norm(parameters, 1.0)
 
-    events = events_of(lambda: clip_gradients(parameters, 1.0))
+    events = events_of(lambda: clip_grad_norm(parameters, 1.0))
 
     assert max(itertools.accumulate(events)) == clipping_bytes(num_tensors)
 

@@ -137,12 +137,12 @@ def test_many_operators_mix_two_choices_and_equal_ones_are_taken_in_order(two_no
         ),
     )
     found = assignments(many, CHOICES_OF_NODES)
-    assert len(found) == 5 + 10 * 9
+    assert len(found) == 6 + 15 * 9
     assert all(len(units) <= 2 for units in found)
 
 
 def test_nodes_are_groups_where_there_are_several_of_several_ranks_all_alike(profile, two_nodes):
-    for nodes, expected in {(4,): 3, (1, 1): 3, (2, 3): 3, (2, 2): 5}.items():
+    for nodes, expected in {(4,): 3, (1, 1): 3, (2, 3): 3, (2, 2): 6}.items():
         assert len(choices_of(dataclasses.replace(two_nodes, ranks_per_node=nodes))) == expected
     assert len(choices_of(dataclasses.replace(profile, ranks_per_node=(2, 2)))) == 3  # what their links cost is unknown
 

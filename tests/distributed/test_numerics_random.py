@@ -1,0 +1,53 @@
+"""Random plans of all that the planner can choose train like one plain process: many cases per spawn of gloo ranks."""
+
+import json
+import socket
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.random_plans import CLIPPED, curve_of_rank, draw_drills, plain_curve
+
+WORLDS = {(1,): 46, (2,): 34, (2, 2): 24}  # ranks per node: cases
+NUM_BF16 = 4
+FP32_FRACTION = 1e-5
+# bf16 keeps 8 bits: sums in another order (a mean over ranks for one over micro-batches) differ by units of its last
+# place, and so does what five steps make of them.
+BF16_FRACTION = 2**-7
+
+
+def run_rank(rank, num_ranks, port, drills, out):
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # models of transformers give views
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    curves = [curve_of_rank(drill, rank, num_ranks) for drill in drills]
+    with open(f"{out}/{rank}.json", "w") as file:
+        json.dump(curves, file)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks_per_node", WORLDS, ids=str)
+def test_any_random_plan_gives_the_losses_and_gradient_norms_of_one_process(ranks_per_node, tmp_path):
+    drills = draw_drills(ranks_per_node, WORLDS[ranks_per_node], seed=0)
+    drills += draw_drills(ranks_per_node, NUM_BF16, seed=0, precision="bf16")
+    num_ranks = sum(ranks_per_node)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    mp.spawn(run_rank, (num_ranks, port, drills, str(tmp_path)), nprocs=num_ranks)
+
+    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    assert all(curves == by_rank[0] for curves in by_rank), "ranks disagree on the global loss or norm"
+    plain = {drill.plain: plain_curve(drill) for drill in drills}
+    for drill, found in zip(drills, by_rank[0], strict=True):
+        wanted = plain[drill.plain]
+        fraction = FP32_FRACTION if drill.plan.precision == "fp32" else BF16_FRACTION
+        for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert one[0] == pytest.approx(other[0], rel=fraction), f"loss of step {step}: {drill.label}"
+            assert one[1] == pytest.approx(other[1], rel=fraction), f"gradient norm of step {step}: {drill.label}"
+    clipped = [max(norm for _, norm in plain[drill.plain]) for drill in drills if drill.max_norm == CLIPPED]
+    assert min(clipped) > CLIPPED, "no case would notice that nothing is clipped"
