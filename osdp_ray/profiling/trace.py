@@ -25,6 +25,7 @@ from osdp_ray.modeling.structure import Structure, build_structure, find_blocks
 from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling import values
 from osdp_ray.profiling.fakes import fakes_of, real_branches, reals_of, replace_tensors, seen_random_state
+from osdp_ray.profiling.memo import Memo
 from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
 from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs, without_unreached
 from osdp_ray.profiling.work import Counter, SectionWork, cut_work
@@ -213,6 +214,7 @@ class _Subject:
     def __init__(self, workload: Workload, model: nn.Module, blocks: tuple[str, ...], stubs: frozenset[str]) -> None:
         self.workload, self.model, self.blocks, self.stubs = workload, model, blocks, stubs
         self.mode = contextlib.nullcontext() if workload.measure else FakeTensorMode()
+        self.memo = None if workload.measure else Memo()
         inside = tuple(f"{name}." for name in stubs)
         self.modules = [
             (name, module)
@@ -244,7 +246,7 @@ class _Subject:
         evaluates: bool = False,
     ) -> Recorder:
         """Records one forward and backward with blocks recomputed as given, by name; a forward alone to evaluate."""
-        recorder = Recorder(watch, is_real=self.workload.measure)
+        recorder = Recorder(watch, memo=self.memo)
         fake = tree_map(self._fake, batch)
         tensors = [
             tensor for _, module in self.modules for tensor in (*module._parameters.values(), *module._buffers.values())
