@@ -5,6 +5,9 @@ keys and results take longer to make than many a kernel; here an operation's key
 operation, its numbers, and of every tensor type, shape, strides, offset, the size of its storage and which others share
 that. A result is remembered where it is made of new tensors, of views of the first argument, or of arguments themselves.
 
+What a result looks like is found by torch's fake mode; of the commonest operations by their kernels for the meta device
+themselves, which the fake mode would ask in the end, too.
+
 How a fake tensor is put together is private to torch; this is 2.13's way (torch/_subclasses/fake_tensor.py).
 """
 
@@ -187,16 +190,76 @@ def make(remembered: Remembered, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _made(output: _Output, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     if output.source is None:
         inner = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
-    else:
-        first = args[0] if output.source == 0 and args and isinstance(args[0], torch.Tensor) else None
-        tensor = first if first is not None else _tensors_of(args, kwargs)[output.source]
-        if output.is_argument:
-            return tensor
-        inner = torch.empty(0, dtype=output.dtype, device="meta")
-        inner.set_(tensor.untyped_storage(), output.offset, output.shape, output.stride)
+        return _fake(inner, output.state)
+    first = args[0] if output.source == 0 and args and isinstance(args[0], torch.Tensor) else None
+    tensor = first if first is not None else _tensors_of(args, kwargs)[output.source]
+    if output.is_argument:
+        return tensor
+    return _fake(_on_storage_of(tensor, output.dtype, output.offset, output.shape, output.stride), output.state)
+
+
+def _on_storage_of(tensor: torch.Tensor, dtype: Any, offset: Any, shape: Any, stride: Any) -> torch.Tensor:
+    """A meta tensor on the storage of another."""
+    made: torch.Tensor = torch.empty(0, dtype=dtype, device="meta")
+    return made.set_(tensor.untyped_storage(), offset, shape, stride)
+
+
+def _fake(inner: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     fake = torch.Tensor._make_subclass(
-        FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=output.state["_fake_device"]
+        FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=state["_fake_device"]
     )
     torch._C._set_throw_on_mutable_data_ptr(fake)
-    fake.__dict__.update(output.state)
+    fake.__dict__.update(state)
     return fake
+
+
+# -- kernels of the meta device
+
+
+def run_on_meta(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation by its kernel for the meta device; NotImplemented where that may differ from a CPU's.
+
+    Views, matrix products, and elementwise operations on contiguous tensors of one floating-point type. All tensors are
+    fake ones that a key can describe.
+    """
+    if function not in _ANY_LAYOUT and function not in _CONTIGUOUS:
+        return NotImplemented
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        tensors = [value for value in args if type(value) is FakeTensor]
+        if not tensors or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+            return NotImplemented
+        if function in _CONTIGUOUS and not _is_plain(tensors):
+            return NotImplemented
+        twins = [
+            _on_storage_of(value, value.dtype, value.storage_offset(), value.shape, value.stride())
+            if type(value) is FakeTensor
+            else value
+            for value in args
+        ]
+        result = function(*twins, **kwargs)
+        state = {name: value for name, value in tensors[0].__dict__.items() if name not in _OWN_STATE}
+        if isinstance(result, torch.Tensor):
+            return _fake(result, state)
+        return [_fake(item, state) for item in result]
+
+
+def _is_plain(tensors: list[FakeTensor]) -> bool:
+    first = tensors[0]
+    return first.is_floating_point() and all(t.is_contiguous() and t.dtype == first.dtype for t in tensors)
+
+
+_aten = torch.ops.aten
+_ANY_LAYOUT = frozenset(
+    (
+        _aten.view.default, _aten._unsafe_view.default, _aten.detach.default, _aten.t.default, _aten.transpose.int,
+        _aten.split.Tensor, _aten.unsqueeze.default, _aten.permute.default, _aten.expand.default, _aten.slice.Tensor,
+        _aten.select.int, _aten.mm.default, _aten.addmm.default, _aten.bmm.default,
+    )
+)
+_CONTIGUOUS = frozenset(
+    (
+        _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.neg.default, _aten.gelu.default,
+        _aten.gelu_backward.default, _aten.silu.default, _aten.relu.default, _aten.rsqrt.default,
+        _aten.threshold_backward.default, _aten.sum.dim_IntList,
+    )
+)

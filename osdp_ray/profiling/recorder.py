@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.profiling import values
-from osdp_ray.profiling.memo import Key, Memo, key_of, make
+from osdp_ray.profiling.memo import Key, Memo, key_of, make, run_on_meta
 from osdp_ray.profiling.workspaces import FAKE_KERNELS, NUMBER_BYTES, workspace_bytes
 from osdp_ray.records.profile import ALLOC, ENTER, EXIT, FREE, GRADIENT, HOLD, POST_BACKWARD, PRE_BACKWARD, WORKSPACE
 
@@ -161,7 +161,9 @@ class Recorder(TorchDispatchMode):
             result, workspace = make(remembered, args, kwargs), remembered.workspace_bytes
         else:
             try:
-                result = FAKE_KERNELS.get(function, function)(*args, **kwargs)
+                result = run_on_meta(function, args, kwargs) if key is not None else NotImplemented
+                if result is NotImplemented:
+                    result = FAKE_KERNELS.get(function, function)(*args, **kwargs)
             except values.UNREADABLE as error:
                 try:
                     result = values.read(function, args, kwargs)
