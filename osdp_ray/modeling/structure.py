@@ -5,7 +5,7 @@ blocks are put into 'stem' (run before the first block) or 'head' (run after it)
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
@@ -64,25 +64,49 @@ def signature(module: nn.Module) -> tuple[object, ...]:
     parts: list[object] = []
     for name, child in module.named_modules():
         parts.append((name, type(child).__qualname__, child.extra_repr()))
-        for key, parameter in child.named_parameters(recurse=False):
-            parts.append((key, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad))
-        for key, buffer in child.named_buffers(recurse=False):
-            parts.append((key, tuple(buffer.shape), str(buffer.dtype)))
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                parts.append((key, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad))
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                parts.append((key, tuple(buffer.shape), str(buffer.dtype)))
     return tuple(parts)
 
 
+def kinds_of(model: nn.Module, blocks: Iterable[str]) -> dict[str, int]:
+    """Block -> a number, the same for blocks of the same structure."""
+    numbers: dict[tuple[object, ...], int] = {}
+    return {name: numbers.setdefault(signature(model.get_submodule(name)), len(numbers)) for name in blocks}
+
+
+def is_within(name: str, paths: Collection[str]) -> bool:
+    """Whether a module lies inside one of these; one of them does not lie inside itself."""
+    end = name.rfind(".")
+    while end > 0:
+        if name[:end] in paths:
+            return True
+        end = name.rfind(".", 0, end)
+    return False
+
+
 def build_structure(
-    model: nn.Module, blocks: tuple[str, ...], order: list[str], variants: Mapping[str, int] | None = None
+    model: nn.Module,
+    blocks: tuple[str, ...],
+    order: list[str],
+    variants: Mapping[str, int] | None = None,
+    kinds: Mapping[str, int] | None = None,
 ) -> Structure:
     """The structure of a model whose operators and blocks ran in `order` (paths, at their first entry).
 
-    Blocks of the same structure share a class, unless `variants` gives them different numbers.
+    Blocks of the same structure share a class, unless `variants` gives them different numbers. `kinds` are those of
+    `kinds_of`, where they are known.
     """
+    kinds = kinds or kinds_of(model, blocks)
     position = {name: index for index, name in reversed(list(enumerate(order)))}
     ran_blocks = sorted((name for name in blocks if name in position), key=position.__getitem__)
     first_block = position[ran_blocks[0]] if ran_blocks else len(order)
-    prefixes = tuple(f"{name}." for name in blocks)
-    outside = [name for name in _owners(model) if name not in blocks and not name.startswith(prefixes)]
+    inside = frozenset(blocks)
+    outside = [name for name in _owners(model) if name not in inside and not is_within(name, inside)]
     groups = _tied(model, outside)
     stem = [
         group for group in groups if min(position.get(name, len(order)) for name in group) < first_block or "" in group
@@ -91,12 +115,12 @@ def build_structure(
 
     classes: list[SectionClass] = [_class(model, "stem", "", stem, is_block=False)]
     sections: list[Section] = [Section(name="stem", class_index=0)]
-    seen: dict[tuple[object, ...], int] = {}
+    seen: dict[tuple[int, int | None], int] = {}
     for name in ran_blocks:
-        block = model.get_submodule(name)
-        key = (signature(block), (variants or {}).get(name))
+        key = (kinds[name], (variants or {}).get(name))
         if key not in seen:
             seen[key] = len(classes)
+            block = model.get_submodule(name)
             owners = [f"{name}.{owner}" if owner else name for owner in _owners(block)]
             classes.append(_class(model, type(block).__name__, name, _tied(model, owners), is_block=True))
         sections.append(Section(name=name, class_index=seen[key]))
@@ -106,7 +130,7 @@ def build_structure(
 
 
 def _owners(module: nn.Module) -> list[str]:
-    return [name for name, child in module.named_modules() if any(True for _ in child.parameters(recurse=False))]
+    return [name for name, child in module.named_modules() if any(p is not None for p in child._parameters.values())]
 
 
 def _tied(model: nn.Module, owners: list[str]) -> list[tuple[str, ...]]:
