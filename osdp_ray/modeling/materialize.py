@@ -150,7 +150,7 @@ def build_bare(workload: Workload) -> nn.Module:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Within it no cycles are looked for: of a thousand layers none are garbage, and looking takes a fourth of the time."""
+    """Within it no cycles are looked for: a thousand layers have none, and looking took a fourth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

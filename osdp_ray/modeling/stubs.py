@@ -11,9 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from osdp_ray.modeling.structure import kinds_of
 
 
-def block_rows(
-    model: nn.Module, blocks: tuple[str, ...], kinds: Mapping[str, int] | None = None
-) -> list[list[str]]:
+def block_rows(model: nn.Module, blocks: tuple[str, ...], kinds: Mapping[str, int] | None = None) -> list[list[str]]:
     """Rows of blocks: those of the same structure in the same list, in order. `kinds`: see structure.kinds_of."""
     kinds = kinds or kinds_of(model, blocks)
     rows: dict[tuple[str, int], list[str]] = {}

@@ -150,9 +150,7 @@ class _Overlapped:
         referred = self._referred(slot, compute, reduce, gather) if is_long else ()
         self._expose(name, times, ((hidden, constant), slowed, *referred))
 
-    def _referred(
-        self, slot: int, compute: Floats, reduce: Floats, gather: Floats
-    ) -> Iterator[tuple[Columns, float]]:
+    def _referred(self, slot: int, compute: Floats, reduce: Floats, gather: Floats) -> Iterator[tuple[Columns, float]]:
         """Rows of a long slot for its reference columns; see the module's docstring."""
         for column in self.references.get(slot, ()):
             more = np.maximum(compute - compute[column], 0.0)

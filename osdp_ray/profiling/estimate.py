@@ -9,7 +9,6 @@ slowest device and link and the smallest memory rule. Links: `ring_link`. The op
 """
 
 import copy
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 

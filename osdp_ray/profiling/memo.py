@@ -1,9 +1,9 @@
 """What operations on fake tensors gave, so that the same operation on tensors alike runs no fake kernel again.
 
-A model of equal blocks does the same few dozen operations over and over. torch's fake mode has a cache of its own, whose
-keys and results take longer to make than many a kernel; here an operation's key is what its result depends on: the
-operation, its numbers, and of every tensor type, shape, strides, offset, the size of its storage and which others share
-that. A result is remembered where it is made of new tensors, of views of the first argument, or of arguments themselves.
+A model of equal blocks does the same few dozen operations over and over. torch's fake mode has a cache of its own,
+whose keys and results take longer to make than many a kernel; here an operation's key is what its result depends on:
+the operation, its numbers, and of every tensor type, shape, strides, offset, the size of its storage and which others
+share that. A result is remembered where it is made of new tensors, of views of the first argument, or of arguments.
 
 What a result looks like is found by torch's fake mode; of the commonest operations by their kernels for the meta device
 themselves, which the fake mode would ask in the end, too.
@@ -101,7 +101,14 @@ def _described(value: Any, storages: dict[int, int]) -> Any:
         place = storages.setdefault(storage._cdata, len(storages))
         shape, stride = value.shape, value.stride()
         return (
-            value.dtype, shape, stride, value.storage_offset(), value.requires_grad, value.is_neg(), storage.nbytes(), place,
+            value.dtype,
+            shape,
+            stride,
+            value.storage_offset(),
+            value.requires_grad,
+            value.is_neg(),
+            storage.nbytes(),
+            place,
             value.fake_device,
         )
     if kind in (list, tuple) or kind is torch.Size:
@@ -181,9 +188,7 @@ def _least_bytes(tensor: torch.Tensor) -> int:
 def make(remembered: Remembered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result once more, for arguments of the same key."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        made = [
-            _made(output, args, kwargs) if type(output) is _Output else output for output in remembered.outputs
-        ]
+        made = [_made(output, args, kwargs) if type(output) is _Output else output for output in remembered.outputs]
     return made[0] if remembered.kind is None else made if remembered.kind is list else tuple(made)
 
 
@@ -251,15 +256,35 @@ def _is_plain(tensors: list[FakeTensor]) -> bool:
 _aten = torch.ops.aten
 _ANY_LAYOUT = frozenset(
     (
-        _aten.view.default, _aten._unsafe_view.default, _aten.detach.default, _aten.t.default, _aten.transpose.int,
-        _aten.split.Tensor, _aten.unsqueeze.default, _aten.permute.default, _aten.expand.default, _aten.slice.Tensor,
-        _aten.select.int, _aten.mm.default, _aten.addmm.default, _aten.bmm.default,
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.detach.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.split.Tensor,
+        _aten.unsqueeze.default,
+        _aten.permute.default,
+        _aten.expand.default,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
     )
 )
 _CONTIGUOUS = frozenset(
     (
-        _aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.neg.default, _aten.gelu.default,
-        _aten.gelu_backward.default, _aten.silu.default, _aten.relu.default, _aten.rsqrt.default,
-        _aten.threshold_backward.default, _aten.sum.dim_IntList,
+        _aten.add.Tensor,
+        _aten.sub.Tensor,
+        _aten.mul.Tensor,
+        _aten.div.Tensor,
+        _aten.neg.default,
+        _aten.gelu.default,
+        _aten.gelu_backward.default,
+        _aten.silu.default,
+        _aten.relu.default,
+        _aten.rsqrt.default,
+        _aten.threshold_backward.default,
+        _aten.sum.dim_IntList,
     )
 )
