@@ -89,7 +89,7 @@ class _Polish:
         for position in range(change.first, change.end):
             menu = self.layout.menus[self.classes[position]]
             sections[position] = menu.section(change.column, sections[position].name)
-        held = simulate_sections(self.profile, tuple(sections), **as_words(self.shape))
+        held = simulate_sections(self.profile, tuple(sections), **as_words(self.shape), with_levels=False)
         if held.peak_bytes > budget_bytes:
             return False
         self.sections = sections
