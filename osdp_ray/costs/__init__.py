@@ -90,7 +90,7 @@ def predict_sections(
 ) -> Prediction:
     """The same for decisions that are not in a plan yet; `sections` are those of the profile, in its order."""
     shape: _Shape = {"micro_batch": micro_batch, "accumulation": accumulation, "synchronise": synchronise}
-    held = simulate_sections(profile, sections, **shape)
+    held = simulate_sections(profile, sections, **shape, with_levels=False)
     phases = step_seconds(profile, sections, **shape)
     step_s = sum(phases.values())
     return Prediction(

@@ -59,6 +59,7 @@ class RowSimulator(StepSimulator):
         chosen = [row.first for row in self.rows]
         super().__init__(profile, tuple(sections[i] for i in chosen), tuple(class_indices[i] for i in chosen))
         self.times = tuple(row.times for row in self.rows)
+        self.with_levels = True  # False: a micro-batch's levels are left out, peaks are all that is asked for
 
     def _play(self, position: int, micro_batch: int) -> SectionBytes:
         live, reduced_bytes, left_bytes = self.live, self.reduced_bytes, self.left_bytes
@@ -75,6 +76,8 @@ class RowSimulator(StepSimulator):
     ) -> tuple[list[SectionBytes], list[SectionBytes]]:
         """One micro-batch; levels of every section of the model. In backward a row's last section comes first."""
         forward, backward = super().play_micro_batch(micro_batch, synchronises=synchronises)
+        if not self.with_levels:
+            return [], []
         return self._written_out(forward), self._written_out(backward, is_backward=True)
 
     def _written_out(self, played: Sequence[SectionBytes], *, is_backward: bool = False) -> list[SectionBytes]:

@@ -45,10 +45,15 @@ def simulate_sections(
     is_first: bool = False,
     clips: bool = False,
     rank: int = 0,
+    with_levels: bool = True,
 ) -> StepBytes:
-    """The same for sections that are not in a plan yet; they are those of the profile, in its order."""
+    """The same for sections that are not in a plan yet; they are those of the profile, in its order.
+
+    Without levels the passes are empty, which is faster for deep models.
+    """
     class_indices = tuple(section.class_index for section in profile.sections)
     simulator = RowSimulator(profile, sections, class_indices)
+    simulator.with_levels = with_levels
     starting = starting_bytes(simulator, state_bytes(simulator, rank), rank)
     held = play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, clips=clips, rank=rank)
     return dataclasses.replace(held, peak_by_phase=starting | held.peak_by_phase)

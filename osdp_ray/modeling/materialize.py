@@ -35,6 +35,8 @@ from osdp_ray.modeling.recording import (
     map_tensors,
     meta_tensors,
     record_build,
+    uncollected,
+    without_initialisers,
 )
 from osdp_ray.modeling.splitting import slices_of
 from osdp_ray.workload import Workload
@@ -44,7 +46,7 @@ _REMEDY = "Initialise it there, with torch.nn.init or from torch.zeros and the l
 
 def build_bare(workload: Workload) -> nn.Module:
     """The workload's model on the meta device, without any record of its initialisation."""
-    with torch.device("meta"), NoRandom():
+    with torch.device("meta"), NoRandom(), without_initialisers(), uncollected():
         return user_code.build_model(workload)
 
 
@@ -64,12 +66,12 @@ def build_on_meta(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
     return model, initialisation
 
 
-def build_recorded(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
-    """The same, whether all is initialised or not."""
+def build_recorded(workload: Workload, *, in_short: bool = False) -> tuple[nn.Module, "Initialisation"]:
+    """The same, whether all is initialised or not. In short the record tells only what is held while it is drawn."""
     had_transformers = TRANSFORMERS in sys.modules
-    recorder, model = record_build(workload)
+    recorder, model = record_build(workload, in_short=in_short)
     if not had_transformers and TRANSFORMERS in sys.modules:
-        recorder, model = record_build(workload)
+        recorder, model = record_build(workload, in_short=in_short)
     return model, Initialisation(recorder, model)
 
 

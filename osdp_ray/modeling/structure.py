@@ -65,11 +65,34 @@ def signature(module: nn.Module) -> tuple[object, ...]:
     parts: list[object] = []
     for name, child in module.named_modules():
         parts.append((name, type(child).__qualname__, child.extra_repr()))
-        for key, parameter in child.named_parameters(recurse=False):
-            parts.append((key, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad))
-        for key, buffer in child.named_buffers(recurse=False):
-            parts.append((key, tuple(buffer.shape), str(buffer.dtype)))
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                parts.append((key, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad))
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                parts.append((key, tuple(buffer.shape), str(buffer.dtype)))
     return tuple(parts)
+
+
+def kinds_of(model: nn.Module, blocks: Iterable[str]) -> dict[str, int]:
+    """Block -> a number, the same for blocks of the same structure."""
+    numbers: dict[tuple[object, ...], int] = {}
+    return {name: numbers.setdefault(signature(model.get_submodule(name)), len(numbers)) for name in blocks}
+
+
+def is_within(name: str, paths: Collection[str]) -> bool:
+    """Whether a module lies inside one of these; one of them does not lie inside itself."""
+    return _around(name, paths) != ""
+
+
+def _around(name: str, paths: Collection[str]) -> str:
+    """Which of these a module lies inside, '' where it is none."""
+    end = name.rfind(".")
+    while end > 0:
+        if name[:end] in paths:
+            return name[:end]
+        end = name.rfind(".", 0, end)
+    return ""
 
 
 def build_structure(
@@ -77,40 +100,42 @@ def build_structure(
     blocks: tuple[str, ...],
     order: list[str],
     variants: Mapping[str, int] | None = None,
+    kinds: Mapping[str, int] | None = None,
     read: Collection[str] = (),
 ) -> Structure:
     """The structure of a model whose operators and blocks ran in `order` (paths, at their first entry).
 
     What never runs by itself (the output projection of nn.MultiheadAttention, a ParameterList) has no moment to be
     gathered at: its parameters belong to the operator of the nearest module around it that does run.
-    Blocks of the same structure share a class, unless `variants` gives them different numbers. Operators in `read` have
-    weights that others read, so that they cannot be split.
+    Blocks of the same structure share a class, unless `variants` gives them different numbers. `kinds` are those of
+    `kinds_of`, where they are known. Operators in `read` have weights that others read, so that they cannot be split.
     """
+    kinds = kinds or kinds_of(model, blocks)
     position = {name: index for index, name in reversed(list(enumerate(order)))}
     ran_blocks = sorted((name for name in blocks if name in position), key=position.__getitem__)
     first_block = position[ran_blocks[0]] if ran_blocks else len(order)
-    prefixes = tuple(f"{name}." for name in blocks)
     homes = _homes(model, blocks, position)
-    outside = [name for name in homes if name not in blocks and not name.startswith(prefixes)]
+    known = frozenset(blocks)
+    outside = [name for name in homes if name not in known and not is_within(name, known)]
     groups = _tied(model, outside, homes)
     stem = [
         group for group in groups if min(position.get(name, len(order)) for name in group) < first_block or "" in group
     ]
     head = [group for group in groups if group not in stem]
 
-    inside = {name[len(prefix) :] for name in read for prefix in prefixes if name.startswith(prefix)}
+    inside = {name[len(_around(name, known)) + 1 :] for name in read if is_within(name, known)}
 
     def describe(name: str, prefix: str, groups: list[tuple[str, ...]], *, is_block: bool) -> SectionClass:
         return _class(model, name, prefix, groups, homes, inside if is_block else read, is_block=is_block)
 
     classes: list[SectionClass] = [describe("stem", "", stem, is_block=False)]
     sections: list[Section] = [Section(name="stem", class_index=0)]
-    seen: dict[tuple[object, ...], int] = {}
+    seen: dict[tuple[int, int | None], int] = {}
     for name in ran_blocks:
-        block = model.get_submodule(name)
-        key = (signature(block), (variants or {}).get(name))
+        key = (kinds[name], (variants or {}).get(name))
         if key not in seen:
             seen[key] = len(classes)
+            block = model.get_submodule(name)
             owners = [owner for owner in homes if owner == name or owner.startswith(f"{name}.")]
             groups = _tied(model, owners, homes)
             classes.append(describe(type(block).__name__, name, groups, is_block=True))
@@ -136,16 +161,17 @@ def with_scratch(structure: Structure, scratch_bytes: Mapping[str, int]) -> Stru
 
 
 def _owners(module: nn.Module) -> list[str]:
-    return [name for name, child in module.named_modules() if any(True for _ in child.parameters(recurse=False))]
+    return [name for name, child in module.named_modules() if any(p is not None for p in child._parameters.values())]
 
 
 def _homes(model: nn.Module, blocks: tuple[str, ...], ran: Collection[str]) -> dict[str, list[str]]:
     """Modules that are gathered -> those whose parameters they gather, themselves first; in the model's order."""
     homes: dict[str, list[str]] = {}
+    known = frozenset(blocks)
+    played = {_around(name, known) for name in ran}
     for owner in _owners(model):
-        block = next((name for name in blocks if owner.startswith(f"{name}.")), "")
-        home = owner
-        if not block or any(name.startswith(f"{block}.") for name in ran):  # else a block that others stand for
+        block, home = _around(owner, known), owner
+        if not block or block in played:  # else a block that others stand for
             while home not in ran and home != block:
                 home = home.rpartition(".")[0]
         homes.setdefault(home, []).append(owner)

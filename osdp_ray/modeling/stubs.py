@@ -1,21 +1,22 @@
 """Running a deep model at the cost of a shallow one: repeats of a block pass their input through."""
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from osdp_ray.modeling.structure import signature
+from osdp_ray.modeling.structure import kinds_of
 
 
-def block_rows(model: nn.Module, blocks: tuple[str, ...]) -> list[list[str]]:
-    """Rows of blocks: those of the same structure in the same list, in order."""
-    rows: dict[tuple[object, ...], list[str]] = {}
+def block_rows(model: nn.Module, blocks: tuple[str, ...], kinds: Mapping[str, int] | None = None) -> list[list[str]]:
+    """Rows of blocks: those of the same structure in the same list, in order. `kinds`: see structure.kinds_of."""
+    kinds = kinds or kinds_of(model, blocks)
+    rows: dict[tuple[str, int], list[str]] = {}
     for name in blocks:
-        rows.setdefault((name.rpartition(".")[0], signature(model.get_submodule(name))), []).append(name)
+        rows.setdefault((name.rpartition(".")[0], kinds[name]), []).append(name)
     return list(rows.values())
 
 
@@ -33,18 +34,20 @@ def stand_ins(rows: list[list[str]]) -> dict[str, tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def stubbed(model: nn.Module, blocks: tuple[str, ...], real: Collection[str]) -> Iterator[frozenset[str]]:
+def stubbed(
+    model: nn.Module, blocks: tuple[str, ...], real: Collection[str], kinds: Mapping[str, int] | None = None
+) -> Iterator[frozenset[str]]:
     """Within the context, blocks other than the `real` ones hand on what they were given.
 
     A stub returns what the last real block of its structure returned, with every tensor replaced by the first of its
     own inputs of the same shape and dtype that stands for no other. Yields the names of the stubs.
     """
-    outputs: dict[tuple[object, ...], Any] = {}
+    kinds = kinds or kinds_of(model, blocks)
+    outputs: dict[int, Any] = {}
     restore: list[tuple[nn.Module, Any]] = []
     handles = []
     for name in blocks:
-        block = model.get_submodule(name)
-        key = signature(block)
+        block, key = model.get_submodule(name), kinds[name]
         if name in real:
             handles.append(block.register_forward_hook(_remember(outputs, key)))
         else:
@@ -62,7 +65,7 @@ def stubbed(model: nn.Module, blocks: tuple[str, ...], real: Collection[str]) ->
                 block.forward = forward  # type: ignore[method-assign]
 
 
-def _remember(outputs: dict[tuple[object, ...], Any], key: tuple[object, ...]) -> Any:
+def _remember(outputs: dict[int, Any], key: int) -> Any:
     def hook(_: nn.Module, args: Any, output: Any) -> None:
         # Only shapes are kept: a reference to the output would keep its buffer alive.
         outputs[key] = tree_map(
@@ -72,7 +75,7 @@ def _remember(outputs: dict[tuple[object, ...], Any], key: tuple[object, ...]) -
     return hook
 
 
-def _stub(outputs: dict[tuple[object, ...], Any], key: tuple[object, ...]) -> Any:
+def _stub(outputs: dict[int, Any], key: int) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         unused = list(given)

@@ -13,11 +13,12 @@ from osdp_ray.errors import UsageError
 from osdp_ray.planning.layout import build_layout, compute_s
 from osdp_ray.planning.lean import infeasible, leanest
 from osdp_ray.planning.menus import StepShape
-from osdp_ray.planning.search import MAX_SOLVES, ROUNDING_FRACTION, ShapeSearch, Tally, better
+from osdp_ray.planning.polish import polished
+from osdp_ray.planning.search import MAX_SOLVES, ROUNDING_FRACTION, ShapeSearch, Tally, better, candidate
 from osdp_ray.planning.search import Candidate as _Candidate
 from osdp_ray.planning.shapes import batch_shapes
 from osdp_ray.planning.uniform import uniform_plans
-from osdp_ray.records.plan import Plan, SolverReport
+from osdp_ray.records.plan import Plan, SectionPlan, SolverReport
 from osdp_ray.records.profile import Profile
 
 __all__ = ["batch_shapes", "plan"]
@@ -47,12 +48,14 @@ def plan(
         if found is not None and (best is None or better(found, best)):
             best = found
     tally = Tally()
+    lean = leanest(profile, shapes) if best is None else None
+    if lean is not None:
+        best = _fastest(profile, lean.sections, shapes, limit_bytes)
     if limit_bytes > 0:
         best = _search(profile, shapes, limit_bytes, best, tally)
     if best is None:
-        best = leanest(profile, shapes)
-        if best.prediction.peak_bytes > limit_bytes:
-            raise infeasible(profile, best, budget_bytes)
+        raise infeasible(profile, lean or leanest(profile, shapes), budget_bytes)
+    best = polished(profile, best, limit_bytes)
     made = Plan(
         workload=profile.workload,
         workload_hash=profile.workload_hash,
@@ -69,6 +72,15 @@ def plan(
         solver=_report(tally, best.samples_per_s),
     )
     return dataclasses.replace(made, prediction=predict(profile, made))
+
+
+def _fastest(
+    profile: Profile, sections: tuple[SectionPlan, ...], shapes: list[StepShape], budget_bytes: int
+) -> _Candidate | None:
+    """These decisions at the fastest shape that fits, or None."""
+    found = [candidate(profile, sections, shape) for shape in shapes]
+    fitting = [one for one in found if one.prediction.peak_bytes <= budget_bytes]
+    return max(fitting, key=lambda one: one.samples_per_s, default=None)
 
 
 def _search(

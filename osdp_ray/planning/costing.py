@@ -9,12 +9,19 @@ depends on the neighbour that hides it. With expo(c, k) = beside(c, k) - c = max
       + sum of the optimizer's seconds
 
 expo is the larger of two linear functions, so between sections with slots of their own it is exact as a variable above
-two rows. Within long slots F hardly differs between columns, so expo(max F, G) is the column's own; of backward, a
-bound takes the row's whole link time against its whole computing, where some sections hide what others leave exposed,
-and an estimate takes every column among its like.
+two rows. Within long slots F hardly differs between columns, so expo(max F, G) is the column's own; of backward, an
+estimate takes every column among its like. A bound must hold in every order, in which section i hides R[i+1] + H[i-1]
+of others. One row takes all links of the slot against all its computing. It lets every section hide what any other
+exposes, so there are rows for reference columns too, those that a relaxed solution uses, with R0, H0, B0:
+
+    max(0, R + H - B)  >=  max(0, R0 + H - B0) - min(h, max(0, B - B0)) - min(h, max(0, R0 - R))
+
+with h the highest of the first term over the slot's columns; likewise with R and H the other way round. Summed over the
+slot all three are the columns' own. The sections at its ends hide links of other slots, so two of the first terms go.
 """
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -42,12 +49,15 @@ class Objective:
     exposures: tuple[Exposure, ...]
 
 
-def objective(layout: Layout, *, is_bound: bool) -> Objective:
+References = Mapping[int, Sequence[int]]  # slot -> columns
+
+
+def objective(layout: Layout, *, is_bound: bool, references: References | None = None) -> Objective:
     """What the program minimises: a bound that no plan undercuts, or an estimate of contiguous stretches."""
     if not layout.profile.overlaps:
         own = tuple(_taking_turns(layout.menu(slot)) for slot in range(len(layout.slots)))
         return Objective(own=own, constant_s=0.0, exposures=())
-    return _Overlapped(layout, is_bound).objective()
+    return _Overlapped(layout, is_bound, references or {}).objective()
 
 
 def _taking_turns(menu: Menu) -> Floats:
@@ -76,8 +86,8 @@ def _link(menu: Menu, name: str, used: bool = True) -> Floats:
 class _Overlapped:
     """Collects the objective of communication beside computation; names as in the module's docstring."""
 
-    def __init__(self, layout: Layout, is_bound: bool) -> None:
-        self.layout, self.is_bound = layout, is_bound
+    def __init__(self, layout: Layout, is_bound: bool, references: References) -> None:
+        self.layout, self.is_bound, self.references = layout, is_bound, references
         self.slots, self.last = layout.slots, len(layout.slots) - 1
         slowdown = layout.profile.overlap_slowdown_fraction
         self.sigma = slowdown / (1 + slowdown)
@@ -137,7 +147,20 @@ class _Overlapped:
             constant -= float(reduce.max() + gather.max())
         hidden = {**columns, slot: columns.get(slot, np.zeros(menu.num_columns)) - compute}
         slowed = ({other: self.sigma * link for other, link in columns.items()}, self.sigma * constant)
-        self._expose(name, times, ((hidden, constant), slowed))
+        referred = self._referred(slot, compute, reduce, gather) if is_long else ()
+        self._expose(name, times, ((hidden, constant), slowed, *referred))
+
+    def _referred(self, slot: int, compute: Floats, reduce: Floats, gather: Floats) -> Iterator[tuple[Columns, float]]:
+        """Rows of a long slot for its reference columns; see the module's docstring."""
+        for column in self.references.get(slot, ()):
+            more = np.maximum(compute - compute[column], 0.0)
+            for link, other in ((gather, reduce), (reduce, gather)):
+                exposed = np.maximum(link + other[column] - compute[column], 0.0)
+                highest = float(exposed.max())
+                less = np.maximum(other[column] - other, 0.0)
+                own = exposed - np.minimum(more, highest) - np.minimum(less, highest)
+                if highest > 0:
+                    yield {slot: own}, -2 * highest
 
     def _beside(self, slot: int, reduces: bool) -> tuple[Columns, float]:
         """The link time of a slot's neighbours that runs beside it: of long ones, the least that it can be."""

@@ -21,6 +21,7 @@ from osdp_ray.planning.program import Program
 
 _MAX_ROUNDS = 60
 _NEW_PER_ROUND = 3
+_MAX_REFERENCES = 6  # of a slot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ def relax(
 
     With `is_bound` false it is one of the estimate, whose reduced costs say which columns promise most.
     """
+    references: dict[int, list[int]] = {}
     goal = objective(layout, is_bound=is_bound)
     columns = [layout.menu(slot).uniform_columns() for slot in range(len(layout.slots))]
     solution = None
@@ -72,7 +74,11 @@ def relax(
         reduced = program.prices()
         new = [_most_wanted(values, chosen) for values, chosen in zip(reduced, columns, strict=True)]
         if not any(new):
-            break
+            known = {slot: list(chosen) for slot, chosen in references.items()}
+            _refer_to(layout, program, references)
+            if not is_bound or references == known:
+                break
+            goal = objective(layout, is_bound=True, references=references)
         columns = [chosen + more for chosen, more in zip(columns, new, strict=True)]
     if solution is None or program.excess() > 1e-9:
         return None
@@ -82,6 +88,14 @@ def relax(
         reduced=tuple(np.maximum(values, 0.0) * factor for values in reduced),
         used=program.support(),
     )
+
+
+def _refer_to(layout: Layout, program: Program, references: dict[int, list[int]]) -> None:
+    """Adds the columns that a solution uses in long slots, as far as there is room; see costing."""
+    for slot, used in enumerate(program.support()):
+        if layout.slots[slot].num > 1 and layout.profile.overlaps:
+            known = references.setdefault(slot, [])
+            known += [column for column in used if column not in known][: _MAX_REFERENCES - len(known)]
 
 
 def _most_wanted(reduced: Floats, chosen: Sequence[int]) -> list[int]:

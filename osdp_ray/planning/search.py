@@ -38,7 +38,7 @@ _EXACT = (
 )
 _NEAR = (
     Effort(per_slot=16, per_long_slot=0, gap_fraction=1e-6, max_nodes=100, max_cut_rounds=10, close_fraction=1e-3),
-    Effort(per_slot=30, per_long_slot=0, gap_fraction=1e-6, max_nodes=30, max_cut_rounds=5, close_fraction=1.0),
+    Effort(per_slot=24, per_long_slot=0, gap_fraction=1e-5, max_nodes=10, max_cut_rounds=3, close_fraction=1.0),
 )
 _CLOSE = (
     Effort(per_slot=5, per_long_slot=8, gap_fraction=1e-4, max_nodes=50, max_cut_rounds=8, close_fraction=1e-3),
@@ -196,6 +196,8 @@ class ShapeSearch:
         budget_bytes, proven_s = self.budget_bytes, 0.0
         program = self._program(columns, known, self._proves)
         for number in range(effort.max_cut_rounds + _MAX_MORE_ROUNDS):
+            if self.tally.num_solves >= MAX_SOLVES and not self.is_enumerable:
+                break
             solution = program.solve(gap_fraction=effort.gap_fraction, max_nodes=effort.max_nodes)
             self.tally.num_solves += 1
             is_proof = self._proves and program.order_free and budget_bytes == self.budget_bytes

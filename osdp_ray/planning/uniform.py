@@ -34,7 +34,7 @@ def _uniform(
         return shape.micro_batch * shape.accumulation / step_s
 
     def peak(shape: StepShape) -> int:
-        return simulate_sections(profile, sections, **as_words(shape)).peak_bytes
+        return simulate_sections(profile, sections, **as_words(shape), with_levels=False).peak_bytes
 
     best: Candidate | None = None
     for shape in sorted(shapes, key=lambda shape: -speed(shape)):

@@ -9,7 +9,6 @@ slowest device and link and the smallest memory rule. Links: `ring_link`. The op
 """
 
 import copy
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from osdp_ray.errors import UsageError
 from osdp_ray.modeling import user_code
 from osdp_ray.profiling.compute import fit_cost
 from osdp_ray.profiling.links import COLLECTIVES, free_links, group_members
-from osdp_ray.profiling.optimizer import measure_optimizer
+from osdp_ray.profiling.optimizer import optimizer_bytes
 from osdp_ray.profiling.trace import trace
 from osdp_ray.profiling.work import SectionWork, Work, operation_bytes
 from osdp_ray.records.hardware import Backend, DeviceSpec, Hardware, LinkSpec
@@ -222,10 +221,9 @@ def optimizer_cost(workload: Workload, hardware: Hardware) -> OptimizerCost:
     foreach, serves so many at a time that its launches do not count.
     """
     subject = _OnDevice(workload) if hardware.device_kind == "cuda" else copy.copy(workload)
-    measured = measure_optimizer(subject)
     moved_per_byte, launches_per_tensor = _count_step(subject)
-    return dataclasses.replace(
-        measured,
+    return optimizer_bytes(
+        subject,
         step_s_per_byte=max(moved_per_byte / device.achieved_bytes_per_s for device in hardware.devices),
         step_s_per_tensor=max(launches_per_tensor * device.launch_s for device in hardware.devices),
     )

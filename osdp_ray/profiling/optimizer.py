@@ -18,21 +18,28 @@ _REPEATS = 7
 def measure_optimizer(workload: Workload) -> OptimizerCost:
     """State and temporaries in bytes, seconds per byte and per tensor; see OptimizerCost."""
     itemsize = torch.tensor([]).element_size()
+    many_s, big_s = _step_s(workload, [_SMALL] * 16), _step_s(workload, [_LARGE])
+    # 16 small tensors hold as many elements as the large one: what differs is the cost of a tensor.
+    per_tensor_s = max(0.0, (many_s - big_s) / 15)
+    per_byte_s = max(0.0, big_s - per_tensor_s) / (_LARGE * itemsize)
+    return optimizer_bytes(workload, step_s_per_byte=per_byte_s, step_s_per_tensor=per_tensor_s)
+
+
+def optimizer_bytes(workload: Workload, *, step_s_per_byte: float, step_s_per_tensor: float) -> OptimizerCost:
+    """State and temporaries in bytes, and the seconds given."""
+    itemsize = torch.tensor([]).element_size()
     small, large = _state_bytes(workload, _SMALL), _state_bytes(workload, _LARGE)
     per_byte = (large - small) / ((_LARGE - _SMALL) * itemsize)
     # A loop over parameters may hold the temporaries of one while it makes the next one's: four show all of that.
     four, eight = _temporary_bytes(workload, [_LARGE] * 4), _temporary_bytes(workload, [_LARGE] * 8)
     per_total = max(0, eight - four) / (4 * _LARGE * itemsize)
-    many_s, big_s = _step_s(workload, [_SMALL] * 16), _step_s(workload, [_LARGE])
-    # 16 small tensors hold as many elements as the large one: what differs is the cost of a tensor.
-    per_tensor_s = max(0.0, (many_s - big_s) / 15)
     return OptimizerCost(
         state_bytes_per_byte=per_byte,
         state_bytes_per_tensor=round(small - per_byte * _SMALL * itemsize),
         step_bytes_per_largest=max(0.0, four / (_LARGE * itemsize) - 4 * per_total),
         step_bytes_per_total=per_total,
-        step_s_per_byte=max(0.0, big_s - per_tensor_s) / (_LARGE * itemsize),
-        step_s_per_tensor=per_tensor_s,
+        step_s_per_byte=step_s_per_byte,
+        step_s_per_tensor=step_s_per_tensor,
     )
 
 

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.profiling import values
+from osdp_ray.profiling.memo import Key, Memo, key_of, make, run_on_meta
 from osdp_ray.profiling.workspaces import FAKE_KERNELS, NUMBER_BYTES, workspace_bytes
 from osdp_ray.records.profile import ALLOC, ENTER, EXIT, FREE, GRADIENT, HOLD, POST_BACKWARD, PRE_BACKWARD, WORKSPACE
 
@@ -43,18 +44,21 @@ class Event:
 
 
 # Sees every operation that runs: the index of its first event (or of the last one before it), the operation, its
-# arguments and its result.
-Watch = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any], None]
+# arguments and its result, and what it depends on (see memo).
+Watch = Callable[[int, Any, tuple[Any, ...], dict[str, Any], Any, Key | None], None]
 
 BACKWARD = -1  # code of the mark between forward and backward; it never leaves profiling
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that appends to `events`; see the module's docstring. Enter it inside a FakeTensorMode."""
+    """A dispatch mode that appends to `events`; see the module's docstring. Enter it inside a FakeTensorMode.
 
-    def __init__(self, watch: "Watch | None" = None, *, is_real: bool = False) -> None:
+    `memo` has what recorders of the same mode before it found; None where tensors are real.
+    """
+
+    def __init__(self, watch: "Watch | None" = None, *, memo: Memo | None = None) -> None:
         super().__init__()
-        self.watch, self.is_real = watch, is_real
+        self.watch, self.memo, self.is_real = watch, memo, memo is None
         self.events: list[Event] = []
         self.order: list[str] = []  # modules in the order in which they were entered, stubs too
         self.recording = True
@@ -132,27 +136,46 @@ class Recorder(TorchDispatchMode):
             return function(*args, **kwargs)
         first = len(self.events)
         in_place = function is torch.ops.aten.add.Tensor and (self._in_attention or _accumulates_in_place(args[0]))
-        try:
-            result = (function if self.is_real else FAKE_KERNELS.get(function, function))(*args, **kwargs)
-            if not self.is_real and not (isinstance(result, torch.Tensor) and result.dtype.is_floating_point):
-                values.follow(function, args, kwargs, result)
-        except values.UNREADABLE as error:
-            try:
-                result = values.read(function, args, kwargs)
-            except KeyError:
-                raise error from None
-        new = []
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                new += self._see(leaf)
-        workspace = workspace_bytes(function, args, result)
-        if workspace:
-            self.events.append(Event(code=WORKSPACE, num_bytes=workspace))
-        if in_place and new:
-            self._merge(args[0], new[0])
-        if self.watch is not None:
-            self.watch(first if len(self.events) > first else first - 1, function, args, kwargs, result)
+        with torch._C.DisableTorchFunction():  # `Numbers` is for the user's code
+            result, key, workspace = self._run(function, args, kwargs)
+            new = []
+            for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    new += self._see(leaf)
+            if workspace:
+                self.events.append(Event(code=WORKSPACE, num_bytes=workspace))
+            if in_place and new:
+                self._merge(args[0], new[0])
+            if self.watch is not None:
+                self.watch(first if len(self.events) > first else first - 1, function, args, kwargs, result, key)
         return result
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Key | None, int]:
+        """The result of an operation, what it depends on, and the bytes of its workspace."""
+        if self.memo is None:
+            result = function(*args, **kwargs)
+            return result, None, workspace_bytes(function, args, result)
+        key = key_of(function, args, kwargs)
+        remembered = self.memo.find(key)
+        if remembered is not None:
+            result, workspace = make(remembered, args, kwargs), remembered.workspace_bytes
+        else:
+            try:
+                result = run_on_meta(function, args, kwargs) if key is not None else NotImplemented
+                if result is NotImplemented:
+                    result = FAKE_KERNELS.get(function, function)(*args, **kwargs)
+            except values.UNREADABLE as error:
+                try:
+                    result = values.read(function, args, kwargs)
+                except KeyError:
+                    raise error from None
+                return result, None, workspace_bytes(function, args, result)
+            workspace = workspace_bytes(function, args, result)
+            if key is not None:
+                self.memo.keep(key, function, args, kwargs, result, workspace)
+        if not (isinstance(result, torch.Tensor) and result.dtype.is_floating_point):
+            values.follow(function, args, kwargs, result)
+        return result, key, workspace
 
     def _see(self, tensor: torch.Tensor) -> list[int]:
         storage = tensor.untyped_storage()

@@ -5,6 +5,7 @@ of a row of equal ones run, the rest pass through (modeling.stubs); two runs wit
 size as `constant + per_sample * micro_batch`. Nothing of the model's size is allocated.
 """
 
+import collections
 import contextlib
 import dataclasses
 import re
@@ -22,10 +23,18 @@ from osdp_ray.modeling import user_code
 from osdp_ray.modeling.materialize import build_bare, build_recorded
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.splitting import watch_weights
-from osdp_ray.modeling.structure import Structure, build_structure, find_blocks, with_scratch
+from osdp_ray.modeling.structure import (
+    Structure,
+    build_structure,
+    find_blocks,
+    is_within,
+    kinds_of,
+    with_scratch,
+)
 from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling import values
 from osdp_ray.profiling.fakes import fakes_of, real_branches, reals_of, replace_tensors, seen_random_state
+from osdp_ray.profiling.memo import Memo
 from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
 from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs, without_unreached
 from osdp_ray.profiling.work import Counter, SectionWork, cut_work
@@ -65,7 +74,7 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
     the few that run are held whole, and sizes that depend on values are the highest seen.
     With `counts_work` the floating-point operations and the bytes of every operation are counted, too.
     """
-    model, initialisation = build_recorded(workload)
+    model, initialisation = build_recorded(workload, in_short=True)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise TraceError(
@@ -109,25 +118,28 @@ def _trace_model(
     Where every row has blocks to spare, one of them recomputes all and one a part, beside those that do not, and one
     run tells all. Else, or where the blocks of a row turn out to differ, all recompute in runs of their own.
     """
-    rows = block_rows(model, blocks)
+    kinds = kinds_of(model, blocks)
+    rows = block_rows(model, blocks, kinds)
     spares: dict[str, Recompute] = {}
     if all(len(row) >= _LONG_ROW for row in rows):
         spares = {name: recompute for row in rows for name, recompute in zip(row[2:4], _SPARES, strict=True)}
     stands_for = stand_ins(rows)
     found = _Found(batches, counts_work, workload.measure)
-    with stubbed(model, blocks, {*stands_for, *spares}) as stubs, _Subject(workload, model, blocks, stubs) as subject:
+    real = {*stands_for, *spares}
+    with stubbed(model, blocks, real, kinds) as stubs, _Subject(workload, model, blocks, stubs) as subject:
         order = found.record(subject, spares)
         found.record_evaluation(subject)
-    if any(order.count(name) > 1 for name in blocks):
+    entries = collections.Counter(order)
+    if any(entries[name] > 1 for name in blocks):
         raise _RunsTwice
-    draft = build_structure(model, blocks, order)  # out of the context, with the parameters' own types
+    draft = build_structure(model, blocks, order, None, kinds)  # out of the context, with the parameters' own types
     variants = find_variants(draft, found.runs, stands_for)
     if blocks and not (spares and len(set(variants.values())) == len(draft.classes) - 2):
-        with stubbed(model, blocks, stands_for) as stubs, _Subject(workload, model, blocks, stubs) as subject:
+        with stubbed(model, blocks, stands_for, kinds) as stubs, _Subject(workload, model, blocks, stubs) as subject:
             for recompute in _SPARES:
                 found.record(subject, dict.fromkeys(stands_for, recompute))
         variants = find_variants(draft, found.runs, stands_for)
-    return build_structure(model, blocks, order, variants, found.read), found
+    return build_structure(model, blocks, order, variants, kinds, found.read), found
 
 
 class _Found:
@@ -221,11 +233,9 @@ class _Subject:
     def __init__(self, workload: Workload, model: nn.Module, blocks: tuple[str, ...], stubs: frozenset[str]) -> None:
         self.workload, self.model, self.blocks, self.stubs = workload, model, blocks, stubs
         self.mode = contextlib.nullcontext() if workload.measure else FakeTensorMode()
-        inside = tuple(f"{name}." for name in stubs)
+        self.memo = None if workload.measure else Memo()
         self.modules = [
-            (name, module)
-            for name, module in model.named_modules()
-            if name not in stubs and not name.startswith(inside)
+            (name, module) for name, module in model.named_modules() if name not in stubs and not is_within(name, stubs)
         ]
         self.dtype = torch.bfloat16 if workload.precision == "bf16" else None
         make = reals_of(workload) if workload.measure else fakes_of(workload, self.modules, self.mode)
@@ -252,7 +262,7 @@ class _Subject:
         evaluates: bool = False,
     ) -> Recorder:
         """Records one forward and backward with blocks recomputed as given, by name; a forward alone to evaluate."""
-        recorder = Recorder(watch, is_real=self.workload.measure)
+        recorder = Recorder(watch, memo=self.memo)
         fake = tree_map(self._fake, batch)
         tensors = [
             tensor for _, module in self.modules for tensor in (*module._parameters.values(), *module._buffers.values())
@@ -284,9 +294,9 @@ class _Subject:
         return fake
 
     def _attach(self, recorder: Recorder) -> list[Any]:
-        handles = []
+        handles, inside = [], frozenset(self.blocks)
         for name, module in self.modules:
-            is_block = name in self.blocks
+            is_block = name in inside
             if name == "" or is_block or any(True for _ in module.parameters(recurse=False)):
                 dtype = self.dtype if name == "" or is_block else None
                 handles += attach_hooks(recorder, name, module, is_block=is_block, dtype=dtype)

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from osdp_ray.errors import TraceError
 from osdp_ray.modeling.structure import Structure
+from osdp_ray.profiling.memo import Key
 from osdp_ray.profiling.sections import Run, representatives, section_spans
 from osdp_ray.records.profile import Precision, Recompute
 
@@ -69,20 +70,28 @@ class Counter:
 
     def __init__(self) -> None:
         self.counted: list[_Counted] = []
+        self._known: dict[Key, tuple[str, Precision, int, int]] = {}
 
     def __call__(
-        self, position: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self,
+        position: int,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        key: Key | None = None,
     ) -> None:
-        num_bytes = operation_bytes(function, args, kwargs, result)
+        found = self._known.get(key) if key is not None else None
+        if found is None:
+            num_bytes = operation_bytes(function, args, kwargs, result)
+            num_flops = operation_flops(function, args, kwargs, result) if num_bytes else 0
+            found = str(function), _precision(args), num_flops, num_bytes
+            if key is not None:
+                self._known[key] = found
+        name, precision, num_flops, num_bytes = found
         if num_bytes:
             self.counted.append(
-                _Counted(
-                    position=position,
-                    name=str(function),
-                    precision=_precision(args),
-                    flops=operation_flops(function, args, kwargs, result),
-                    num_bytes=num_bytes,
-                )
+                _Counted(position=position, name=name, precision=precision, flops=num_flops, num_bytes=num_bytes)
             )
 
 
