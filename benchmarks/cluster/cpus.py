@@ -1,0 +1,67 @@
+"""How much of the machine's cores a node may use: which ones, and what part of their time."""
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import processes
+from .errors import TestBedError
+
+_PERIOD_US = 20_000  # short, so that a bounded node is evenly slow and not now fast, now stopped
+ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, version 2
+
+
+def split_cores(num_nodes: int) -> list[list[int]]:
+    """Cores of each node: equal parts of their own where there are enough, else one each in turn."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // num_nodes
+    if share:
+        return [cores[index * share : (index + 1) * share] for index in range(num_nodes)]
+    return [[cores[index % len(cores)]] for index in range(num_nodes)]
+
+
+def make_group(name: str) -> Path | None:
+    """A control group for one node, None where this system lets us make none."""
+    for root in ROOTS:
+        group = root / name
+        with contextlib.suppress(OSError):
+            group.mkdir(exist_ok=True)
+            if any((group / file).exists() for file in ("cpu.cfs_quota_us", "cpu.max")):
+                return group
+            group.rmdir()
+    return None
+
+
+def remove_group(group: Path | None) -> None:
+    """Removes an empty group; one that is gone is fine."""
+    if group is not None:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def limit_cpus(group: Path | None, cpus: float | None) -> None:
+    """Bounds what a group's processes use together, in cores (0.5: half of one); None lifts the bound."""
+    if group is None:
+        raise TestBedError(
+            "no control group of the processor can be made here",
+            "Mount the cpu controller below /sys/fs/cgroup, or give the node fewer cores instead.",
+        )
+    if cpus is not None and cpus <= 0:
+        raise TestBedError(f"a node cannot run on {cpus} cores", "Give a number above 0.")
+    quota_us = None if cpus is None else max(1000, round(cpus * _PERIOD_US))
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{'max' if quota_us is None else quota_us} {_PERIOD_US}")
+        return
+    (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+    (group / "cpu.cfs_quota_us").write_text(str(-1 if quota_us is None else quota_us))
+
+
+def set_cores(pid: int, cores: Iterable[int]) -> None:
+    """Moves every thread of a node, now and later ones, to these cores."""
+    wanted = set(cores)
+    for member in processes.members(pid):
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{member}/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread.name), wanted)
