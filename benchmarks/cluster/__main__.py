@@ -16,7 +16,7 @@ from types import FrameType
 from . import cpus, network, processes
 from .errors import TestBedError
 from .network import address_of
-from .nodes import PORT, RAY_SETTINGS, ROOT, entering
+from .nodes import PORT, SETTINGS, ROOT, entering
 from .testbed import FOLDER, TestBed, is_owned, read_state, remove_leftovers
 
 _UP_TIMEOUT_S = 180.0
@@ -124,8 +124,8 @@ def _status(flags: argparse.Namespace, _: list[str]) -> None:
 def _run(flags: argparse.Namespace, inside: list[str]) -> int:
     node = _node(flags)
     words = entering(node["pid"], _group(node), node["cores"], inside)
-    settings = {"RAY_ADDRESS": f"{address_of(0)}:{PORT}", "PYTHONPATH": str(ROOT), "PATH": processes.PATH}
-    return subprocess.call(words, env={**os.environ, **RAY_SETTINGS, **settings})
+    settings = {"RAY_ADDRESS": f"{address_of(0)}:{PORT}", "PATH": processes.PATH}
+    return subprocess.call(words, env={**os.environ, **SETTINGS, **settings})
 
 
 def _shape(flags: argparse.Namespace, _: list[str]) -> None:

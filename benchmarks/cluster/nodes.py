@@ -15,16 +15,18 @@ from .network import INTERFACE, address_of
 PORT = 6379
 _SHARED_MEMORY_SPARE_BYTES = 64 << 20
 ROOT = Path(__file__).resolve().parents[2]
+_OWN_NAMESPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
 RAY = Path(sys.executable).parent / "ray"
 
 # Every node sees the whole machine's memory, and none may kill workers for what the others use. Workers run as
 # everything else does, not at nice 15.
-RAY_SETTINGS = {
+SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_worker_niceness": "0",
     "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "benchmarks"))),
 }
 
 
@@ -47,9 +49,8 @@ class Node:
         self.folder = folder
         self.env = {
             **os.environ,
-            **RAY_SETTINGS,
+            **SETTINGS,
             "PATH": processes.PATH,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
             "RAY_ADDRESS": f"{address_of(0)}:{PORT}",
             **env,
         }
@@ -76,8 +77,7 @@ class Node:
                 confined(
                     self.group,
                     self.cores,
-                    ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child=KILL"]
-                    + ["sh", "-e", "-c", "; ".join(setup)],
+                    [*_OWN_NAMESPACES, "sh", "-e", "-c", "; ".join(setup)],
                 ),
                 env=self.env,
                 stdin=subprocess.DEVNULL,

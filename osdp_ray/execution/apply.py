@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from osdp_ray.errors import PlanMismatchError
 from osdp_ray.modeling.recompute import recompute_block
+from osdp_ray.modeling.ring import RingReduceScatter
 from osdp_ray.records.plan import Plan, ShardOver, Unit
 from osdp_ray.records.profile import Precision
 
@@ -54,7 +55,16 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: Literal["cpu", "cu
         fully_shard(model, mesh=meshes["world"], reshard_after_forward=False, mp_policy=policy)
     else:
         _shard(model, root_unit, meshes, policy)
+    if dist.get_backend() == "gloo":
+        _scatter_in_rings(model)
     return model
+
+
+def _scatter_in_rings(model: nn.Module) -> None:
+    """gloo's own reduce-scatter sends twice as much as needed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(RingReduceScatter())
 
 
 _POLICIES: dict[Precision, MixedPrecisionPolicy] = {
