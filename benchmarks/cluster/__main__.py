@@ -16,7 +16,7 @@ from types import FrameType
 from . import cpus, network, processes
 from .errors import TestBedError
 from .network import address_of
-from .nodes import PORT, SETTINGS, ROOT, entering
+from .nodes import PORT, ROOT, SETTINGS, entering
 from .testbed import FOLDER, TestBed, is_owned, read_state, remove_leftovers
 
 _UP_TIMEOUT_S = 180.0

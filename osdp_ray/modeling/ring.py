@@ -41,9 +41,7 @@ def ring_reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.P
 class RingReduceScatter(ReduceScatter):
     """The same as FSDP2 wants it. Reductions that are neither sum nor mean go to the backend's own."""
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

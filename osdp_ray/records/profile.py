@@ -7,6 +7,8 @@ and backward, each size an affine function of the micro-batch. `costs.simulate_b
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Literal
 
 from osdp_ray.schema import Record, format_table, record
@@ -134,7 +136,8 @@ class OptimizerCost:
 
     State is `state_bytes_per_byte` times a parameter's bytes plus `state_bytes_per_tensor`. While stepping it holds
     `step_bytes_per_largest` times the bytes of the largest local parameter and `step_bytes_per_total` times all of
-    them. `step_s_per_byte` is seconds per local parameter byte.
+    them. `step_s_per_byte` is seconds per local parameter byte; `step_constant_s` is what ends every step whatever
+    its parameters: the ranks' agreement on it, and the optimizer's own frame.
     """
 
     state_bytes_per_byte: float
@@ -143,13 +146,14 @@ class OptimizerCost:
     step_bytes_per_total: float
     step_s_per_byte: float
     step_s_per_tensor: float
+    step_constant_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeCost:
     """Seconds of a class's forward and backward: `constant_s + micro_batch * s_per_sample`.
 
-    Recomputation comes on top of backward: `selective` as measured, the whole forward again for 'full'.
+    Recomputation comes on top of backward: `selective` and `full` as measured; where `full` was not, a forward again.
     """
 
     class_index: int
@@ -159,11 +163,17 @@ class ComputeCost:
     backward_s_per_sample: float
     selective_constant_s: float
     selective_s_per_sample: float
+    full_constant_s: float | None = None
+    full_s_per_sample: float | None = None
 
     def recompute_s(self, recompute: Recompute, micro_batch: int) -> float:
+        if recompute == "none":
+            return 0.0
         if recompute == "selective":
             return self.selective_constant_s + self.selective_s_per_sample * micro_batch
-        return self.forward_s(micro_batch) if recompute == "full" else 0.0
+        if self.full_constant_s is None or self.full_s_per_sample is None:
+            return self.forward_s(micro_batch)
+        return self.full_constant_s + self.full_s_per_sample * micro_batch
 
     def forward_s(self, micro_batch: int) -> float:
         return self.forward_constant_s + self.forward_s_per_sample * micro_batch
@@ -173,11 +183,55 @@ class ComputeCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitOverhead:
+    """Seconds that FSDP2 spends on one unit beside its collectives and copies: hooks, views, DTensors made anew.
+
+    Each has a part per unit and one per parameter tensor. `forward_...` before and after its forward, `regather_...`
+    more in backward where it was freed, `backward_...` in backward, the making of gradients included. Units whose
+    parameters are sharded take another way through FSDP2 than replicated ones.
+    """
+
+    is_sharded: bool
+    forward_s: float
+    forward_s_per_tensor: float
+    regather_s: float
+    regather_s_per_tensor: float
+    backward_s: float
+    backward_s_per_tensor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassOverhead:
+    """Seconds of a micro-batch beside its sections: FSDP2's root (`pass_s`), and making the batch (`sample_s` each)."""
+
+    pass_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeSpeed:
+    """What one node was measured at, so that a profile says who is slow. The slowest and the smallest rule a step.
+
+    `compute_s`: a forward and backward of the model with one sample, by the node's slowest rank.
+    `link_bytes_per_s`: the faster of its links to its neighbours, None where there is one node. `clock_offset_s`:
+    its clock less the driver's.
+    """
+
+    address: str
+    hostname: str
+    num_ranks: int
+    memory_bytes: int
+    compute_s: float
+    link_bytes_per_s: float | None
+    clock_offset_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkCost:
     """Seconds of one collective on one kind of group: `latency_s + num_bytes / bytes_per_s`.
 
     `num_bytes` is the size of the whole (gathered, or unreduced) tensor. `residual_fraction` is the median distance
-    of the measurements from the fit.
+    of the measurements from the fit; `residuals` are all of them: bytes, and measured over fitted seconds less one.
     """
 
     group: GroupKind
@@ -185,6 +239,7 @@ class LinkCost:
     latency_s: float
     bytes_per_s: float
     residual_fraction: float
+    residuals: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, num_bytes: int) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
@@ -213,7 +268,7 @@ def start_calibration(device_kind: DeviceKind) -> Calibration:
     return Calibration(reserved_fraction=RESERVED_START_FRACTION if device_kind == "cuda" else 0.0)
 
 
-@record("profile", version=2)
+@record("profile", version=3)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile(Record):
     """Everything `plan` needs to know of a model on a cluster.
@@ -222,7 +277,8 @@ class Profile(Record):
     beside computation (streams), where gloo on CPUs takes turns with it; computing beside a collective then takes
     `1 + overlap_slowdown_fraction` times as long (0 until that is measured). `context_bytes` and
     `communicator_bytes` are what the process holds of a device outside the allocator of tensors: driver, kernels and
-    libraries; NCCL's buffers.
+    libraries; NCCL's buffers. `unit_overheads` is empty where a GPU computes: the hooks run ahead of it. `nodes` is
+    empty in an estimate.
     """
 
     workload: str
@@ -247,6 +303,9 @@ class Profile(Record):
     evaluation: tuple[SectionTrace, ...] = ()
     context_bytes: int = 0
     communicator_bytes: int = 0
+    unit_overheads: tuple[UnitOverhead, ...] = ()
+    pass_overhead: PassOverhead = PassOverhead()
+    nodes: tuple[NodeSpeed, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -302,4 +361,57 @@ class Profile(Record):
                 for link in self.links
             ],
         )
-        return f"{operators}\n\n{links}"
+        return "\n\n".join(filter(None, (operators, links, self._node_table())))
+
+    def _node_table(self) -> str:
+        """A line per node, and who rules the step; '' where nodes were not measured."""
+        if not self.nodes:
+            return ""
+        rows = [
+            (
+                node.hostname,
+                node.address,
+                str(node.num_ranks),
+                format_bytes(node.memory_bytes),
+                format_seconds(node.compute_s),
+                "-" if node.link_bytes_per_s is None else f"{format_bytes(node.link_bytes_per_s)}/s",
+            )
+            for node in self.nodes
+        ]
+        table = format_table(("node", "address", "ranks", "memory", "compute(1)", "link"), rows)
+        return "\n".join((table, *self.slow_nodes()))
+
+    def slow_nodes(self) -> tuple[str, ...]:
+        """A sentence for each way in which nodes are unequal by more than UNEQUAL_FRACTION, naming who rules."""
+        sentences = []
+        memory = _extremes(self.nodes, lambda node: float(node.memory_bytes))
+        if memory is not None:
+            least, _ = memory
+            sentences.append(f"{_names(least)}: the least memory, {format_bytes(least[0].memory_bytes)}, bounds all")
+        compute = _extremes(self.nodes, lambda node: 1 / node.compute_s if node.compute_s else math.inf)
+        if compute is not None:
+            slow, fast = compute
+            ratio = slow[0].compute_s / fast.compute_s
+            sentences.append(f"{_names(slow)}: computes {ratio:.1f} times as long as {fast.hostname}; every step waits")
+        links = _extremes(self.nodes, lambda node: node.link_bytes_per_s or math.inf)
+        if links is not None:
+            slow, fast = links
+            ratio = (fast.link_bytes_per_s or 0.0) / (slow[0].link_bytes_per_s or 1.0)
+            sentences.append(f"{_names(slow)}: link {ratio:.1f} times as slow as {fast.hostname}'s; the rings wait")
+        return tuple(sentences)
+
+
+UNEQUAL_FRACTION = 0.25  # nodes that differ by less are taken for equal: so much does the noise of a shared machine
+
+
+def _extremes(
+    nodes: tuple[NodeSpeed, ...], speed: Callable[[NodeSpeed], float]
+) -> tuple[list[NodeSpeed], NodeSpeed] | None:
+    """The nodes at the lowest of a speed and the one at the highest, None where they are alike."""
+    best = max(nodes, key=speed)
+    slow = sorted((node for node in nodes if speed(node) < (1 - UNEQUAL_FRACTION) * speed(best)), key=speed)
+    return (slow, best) if slow and math.isfinite(speed(best)) else None
+
+
+def _names(nodes: list[NodeSpeed]) -> str:
+    return ", ".join(f"node {node.hostname} ({node.address})" for node in nodes)
