@@ -94,15 +94,14 @@ def shape(switch_pid: int, pid: int, index: int, mbit: float | None) -> None:
         in_node(namespace, "tc", "qdisc", "replace", "dev", device, "root", *bucket)
 
 
-def block_port(pid: int, ports: str) -> None:
-    """What a node sends to these TCP ports ('6379', '10000-65535') of other nodes is lost, silently."""
-    in_node(pid, "ip", "rule", "add", "pref", "100", "ipproto", "tcp", "dport", ports, "blackhole")
+def cut(pid: int, address: str) -> None:
+    """What a node sends to this address is lost, as by a firewall between the two."""
+    in_node(pid, "ip", "route", "add", "blackhole", f"{address}/32")
 
 
-def open_ports(pid: int) -> None:
-    """Takes back every `block_port` of a node."""
-    while in_node(pid, "ip", "rule", "show", "pref", "100", check=False).strip():
-        in_node(pid, "ip", "rule", "del", "pref", "100")
+def mend(pid: int, address: str) -> None:
+    """Takes back a `cut`."""
+    in_node(pid, "ip", "route", "del", "blackhole", f"{address}/32")
 
 
 def traffic_of(pid: int) -> Traffic:

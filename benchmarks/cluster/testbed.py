@@ -154,12 +154,12 @@ class TestBed:
         """Unplugs a node, or plugs it in again."""
         self._require_switch().set_up(index, is_up=not is_out)
 
-    def block_port(self, index: int, ports: str) -> None:
-        """What this node sends to these TCP ports of others is lost; `open_ports` takes it back."""
-        network.block_port(self.node(index).pid, ports)
+    def cut(self, one: int, other: int) -> None:
+        """What one node sends to another is lost, and so no connection between the two comes about."""
+        network.cut(self.node(one).pid, network.address_of(other))
 
-    def open_ports(self, index: int) -> None:
-        network.open_ports(self.node(index).pid)
+    def mend(self, one: int, other: int) -> None:
+        network.mend(self.node(one).pid, network.address_of(other))
 
     def limit_cpus(self, index: int, cores: float | None) -> None:
         """Bounds the processor time of a node, in cores; None lifts the bound."""

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -32,6 +33,9 @@ START_REMEDY = (
     "submit with 'ray job submit --working-dir .'), and that its ports are open to the other nodes. Where "
     "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set, it must name an interface of that node."
 )
+REACH_REMEDY = (
+    "Open the ports between these nodes (firewall, security group, network policy), or leave one of them out."
+)
 CLOCK_REMEDY = "Set the clocks of the nodes by NTP (chronyc tracking, timedatectl), or leave that node out."
 MEASURE_REMEDY = "Mend that and run again; the traceback of the worker is attached to this error."
 START_TIMEOUT_S = 40.0
@@ -39,6 +43,7 @@ LEAVE_TIMEOUT_S = 5.0
 SILENCE_S = 20.0
 MOST_CLOCK_OFFSET_S = 60.0  # beyond it, times in logs, samples and saves of different nodes contradict one another
 _PING_EVERY_S = 2.0
+_REACH_TIMEOUT_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +152,40 @@ class MeasuringGroup:
             ): rank
             for rank, (actor, device) in enumerate(zip(self._actors, devices, strict=True))
         }
-        self._results(references, f"joining the process group at {first.address}:{port}", left_s)
+        try:
+            self._results(references, f"joining the process group at {first.address}:{port}", left_s)
+        except ClusterError as error:
+            cut = self._unreachable_pairs()
+            if not cut:
+                raise
+            raise ClusterError(f"{cut[0]}. So {error.problem}", REACH_REMEDY) from error
         self._is_joined = True
+
+    def _unreachable_pairs(self) -> list[str]:
+        """Which node cannot open a connection to which, in words: every node tries a port of every other one."""
+        heads = self.one_rank_per_node
+        nodes = [self._nodes[self.cluster.devices[rank].node_id] for rank in heads]
+        ports = self._told(
+            [self._actors[rank].listen.remote(node.address) for rank, node in zip(heads, nodes, strict=True)]
+        )
+        targets = {node.address: port for node, port in zip(nodes, ports, strict=True) if port is not None}
+        reports = self._told([self._actors[rank].reach.remote(targets) for rank in heads])
+        return [
+            f"node {node.hostname} ({node.address}) cannot reach {address}: port {targets[address]} was tried, {reason}"
+            for node, report in zip(nodes, reports, strict=True)
+            for address, reason in (report or {}).items()
+        ]
+
+    def _told(self, references: list[Any]) -> list[Any]:
+        """What actors answer within some seconds, None where one does not."""
+        ready = set(ray.wait(references, num_returns=len(references), timeout=LEAVE_TIMEOUT_S)[0])
+        found: list[Any] = []
+        for reference in references:
+            try:
+                found.append(ray.get(reference).value if reference in ready else None)
+            except ray.exceptions.RayError:
+                found.append(None)
+        return found
 
     def _compare_clocks(self) -> None:
         """Each rank's clock against the driver's, less what the question may have been under way."""
@@ -297,6 +334,23 @@ class _Measurer:
         """The time by this node's clock, once the actor is up."""
         return Outcome(value=time.time())
 
+    @ray.method(concurrency_group="life")
+    def listen(self, address: str) -> Outcome:
+        """Opens a port that others may try, on this node's address, and returns it."""
+        self._listener = socket.create_server((address, 0))
+        return Outcome(value=self._listener.getsockname()[1])
+
+    @ray.method(concurrency_group="life")
+    def reach(self, targets: dict[str, int]) -> Outcome:
+        """Tries every address and port for a moment: the addresses that cannot be reached, and why."""
+        failed = {}
+        for address, port in targets.items():
+            try:
+                socket.create_connection((address, port), timeout=_REACH_TIMEOUT_S).close()
+            except OSError as error:
+                failed[address] = error.strerror or "no answer came"
+        return Outcome(value=failed)
+
     @_answering
     def open_store(self, address: str) -> int:
         """Opens the rendezvous of the group on a free port of this node, and returns the port."""
@@ -323,9 +377,7 @@ class _Measurer:
             torch.cuda.set_device(0)  # Ray shows each actor its own GPU alone
             note_context()
         else:
-            interface = interface_of(node_address)
-            if interface is not None:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            _choose_interface(node_address)
         store = self._store or dist.TCPStore(*store_address, is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         dist.barrier()
@@ -340,6 +392,34 @@ class _Measurer:
     def leave(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _choose_interface(node_address: str) -> None:
+    """Has gloo use the interface of the node's address. Raises ClusterError where the user chose another that is local.
+
+    Ranks that are told a loopback address connect to themselves, and blame one another.
+    """
+    interface = interface_of(node_address)
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen is None or interface is None:
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        return
+    names = addresses_of(chosen)
+    if not names or (interface != chosen and all(name.startswith(("127.", "::1")) for name in names)):
+        raise ClusterError(
+            f"GLOO_SOCKET_IFNAME is {chosen!r} on node {socket.gethostname()} ({node_address}), "
+            + (f"which is {names[0]} and reached by no other node" if names else "and there is no such interface"),
+            f"Unset it there, or set it to {interface!r}.",
+        )
+
+
+def addresses_of(interface: str) -> list[str]:
+    """The IP addresses of a network interface of this machine, [] where there is none of that name."""
+    import psutil  # ray carries it
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [entry.address for entry in psutil.net_if_addrs().get(interface, ()) if entry.family in families]
 
 
 def _summary(error: BaseException) -> str:

@@ -193,10 +193,10 @@ def time_collectives(
     timings = []
     for index, (kind, name) in enumerate(cases):
         group = groups[kind]
-        _collective(name, group, SMALLEST_BYTES)[1]()  # the first call opens connections
+        prepared_collective(name, group, SMALLEST_BYTES)[1]()  # the first call opens connections
         share_s = 0.0
         for position, size in enumerate(sizes):
-            num_bytes, call = _collective(name, group, size)
+            num_bytes, call = prepared_collective(name, group, size)
             warm_s, elapsed_s = _agree(_seconds(call), time.perf_counter() - started_s)
             if position == 0:
                 share_s = elapsed_s + max(0.0, limit_s - elapsed_s) / (len(cases) - index)
@@ -229,7 +229,7 @@ def time_copy() -> float:
     return COPY_BYTES / statistics.median(rows[2:])
 
 
-def _collective(name: Collective, group: dist.ProcessGroup, num_bytes: int) -> tuple[int, Callable[[], object]]:
+def prepared_collective(name: Collective, group: dist.ProcessGroup, num_bytes: int) -> tuple[int, Callable[[], object]]:
     """The bytes really moved (rounded up to whole fp32 shards), and the call as FSDP2 makes it."""
     num_ranks = group.size()
     shard_numel = -(-num_bytes // (4 * num_ranks))
