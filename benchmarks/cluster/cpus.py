@@ -8,7 +8,8 @@ from pathlib import Path
 from . import processes
 from .errors import TestBedError
 
-_PERIOD_US = 20_000  # short, so that a bounded node is evenly slow and not now fast, now stopped
+# As short as the kernel allows, so that a bounded node is evenly slow and not now fast, now stopped.
+_LEAST_PERIOD_US, _LEAST_QUOTA_US = 4_000, 1_000
 ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, version 2
 
 
@@ -49,11 +50,12 @@ def limit_cpus(group: Path | None, cpus: float | None) -> None:
         )
     if cpus is not None and cpus <= 0:
         raise TestBedError(f"a node cannot run on {cpus} cores", "Give a number above 0.")
-    quota_us = None if cpus is None else max(1000, round(cpus * _PERIOD_US))
+    period_us = max(_LEAST_PERIOD_US, round(_LEAST_QUOTA_US / cpus)) if cpus else _LEAST_PERIOD_US
+    quota_us = None if cpus is None else round(cpus * period_us)
     if (group / "cpu.max").exists():
-        (group / "cpu.max").write_text(f"{'max' if quota_us is None else quota_us} {_PERIOD_US}")
+        (group / "cpu.max").write_text(f"{'max' if quota_us is None else quota_us} {period_us}")
         return
-    (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+    (group / "cpu.cfs_period_us").write_text(str(period_us))
     (group / "cpu.cfs_quota_us").write_text(str(-1 if quota_us is None else quota_us))
 
 

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-from torch.distributed.distributed_c10d import _set_pg_timeout  # torch 2.13
 
 from osdp_ray.errors import ClusterError, OsdpError, WorkerError
+from osdp_ray.profiling.interfaces import choose_interface
+from osdp_ray.profiling.life import SILENCE_S, SignsOfLife
 from osdp_ray.profiling.overheads import note_context
 from osdp_ray.records.cluster import Cluster, Device
 
@@ -40,7 +41,6 @@ CLOCK_REMEDY = "Set the clocks of the nodes by NTP (chronyc tracking, timedatect
 MEASURE_REMEDY = "Mend that and run again; the traceback of the worker is attached to this error."
 START_TIMEOUT_S = 40.0
 LEAVE_TIMEOUT_S = 5.0
-SILENCE_S = 20.0
 MOST_CLOCK_OFFSET_S = 60.0  # beyond it, times in logs, samples and saves of different nodes contradict one another
 _PING_EVERY_S = 2.0
 _REACH_TIMEOUT_S = 1.0
@@ -233,7 +233,7 @@ class MeasuringGroup:
 
     def _results(self, references: dict[Any, int], doing: str, timeout_s: float) -> list[Any]:
         began_s = time.monotonic()
-        life = _SignsOfLife(self._actors if self._is_joined else [])
+        life = SignsOfLife(self._actors if self._is_joined else [])
         waiting = list(references)
         while waiting:
             left_s = began_s + timeout_s - time.monotonic()
@@ -248,7 +248,7 @@ class MeasuringGroup:
                 raise ClusterError(f"{where} gave no answer while {doing}, within {timeout_s:.0f} s", START_REMEDY)
         return [outcome.value for outcome in ray.get(list(references))]
 
-    def _check(self, reference: Any, rank: int, doing: str, life: "_SignsOfLife") -> None:
+    def _check(self, reference: Any, rank: int, doing: str, life: "SignsOfLife") -> None:
         """Raises what went wrong on a rank, if its answer tells of an error or cannot come."""
         try:
             outcome = ray.get(reference)
@@ -295,31 +295,6 @@ class MeasuringGroup:
             deadline_s = time.monotonic() + LEAVE_TIMEOUT_S
             while ray.available_resources().get("GPU", 0.0) < self._free_gpus and time.monotonic() < deadline_s:
                 time.sleep(0.1)
-
-
-class _SignsOfLife:
-    """When each actor was last heard of. An actor that has died is not silent: its calls tell of its death."""
-
-    def __init__(self, actors: list[Any]) -> None:
-        self._actors = actors
-        self._heard_s = [time.monotonic()] * len(actors)
-        self._asked: dict[Any, int] = {}
-
-    def silent_ranks(self, *, wait_s: float = 0.0) -> list[int]:
-        """The ranks not heard of for SILENCE_S; with `wait_s`, those that do not answer within that time now."""
-        began_s = time.monotonic()
-        asking = set(self._asked.values())
-        for rank, actor in enumerate(self._actors):
-            if rank not in asking:
-                self._asked[actor.answer.remote()] = rank
-        limit_s = wait_s or 0.01
-        ready, _ = (
-            ray.wait(list(self._asked), num_returns=len(self._asked), timeout=limit_s) if self._asked else ([], [])
-        )
-        for reference in ready:
-            self._heard_s[self._asked.pop(reference)] = time.monotonic()
-        since_s = began_s if wait_s else time.monotonic() - SILENCE_S
-        return [rank for rank, heard_s in enumerate(self._heard_s) if heard_s < since_s]
 
 
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"life": 1})
@@ -372,16 +347,17 @@ class _Measurer:
     ) -> None:
         # As many threads as Ray Train's workers get, so that what is measured here is what training does.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        timeout = datetime.timedelta(seconds=join_timeout_s)
+        timeout = datetime.timedelta(seconds=timeout_s)  # gloo keeps the one that it was made with
         if backend == "nccl":
             torch.cuda.set_device(0)  # Ray shows each actor its own GPU alone
             note_context()
         else:
-            _choose_interface(node_address)
-        store = self._store or dist.TCPStore(*store_address, is_master=False, timeout=timeout)
+            choose_interface(node_address)
+        store = self._store or dist.TCPStore(
+            *store_address, is_master=False, timeout=datetime.timedelta(seconds=join_timeout_s)
+        )
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         dist.barrier()
-        _set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
 
     @_answering
     def call(self, payload: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
@@ -394,50 +370,7 @@ class _Measurer:
             dist.destroy_process_group()
 
 
-def _choose_interface(node_address: str) -> None:
-    """Has gloo use the interface of the node's address. Raises ClusterError where the user chose another that is local.
-
-    Ranks that are told a loopback address connect to themselves, and blame one another.
-    """
-    interface = interface_of(node_address)
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen is None or interface is None:
-        if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-        return
-    names = addresses_of(chosen)
-    if not names or (interface != chosen and all(name.startswith(("127.", "::1")) for name in names)):
-        raise ClusterError(
-            f"GLOO_SOCKET_IFNAME is {chosen!r} on node {socket.gethostname()} ({node_address}), "
-            + (f"which is {names[0]} and reached by no other node" if names else "and there is no such interface"),
-            f"Unset it there, or set it to {interface!r}.",
-        )
-
-
-def addresses_of(interface: str) -> list[str]:
-    """The IP addresses of a network interface of this machine, [] where there is none of that name."""
-    import psutil  # ray carries it
-
-    families = (socket.AF_INET, socket.AF_INET6)
-    return [entry.address for entry in psutil.net_if_addrs().get(interface, ()) if entry.family in families]
-
-
 def _summary(error: BaseException) -> str:
     """An error in a line; Ray's own texts hold whole tracebacks."""
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
     return f"{type(error).__name__}: {first_line.rstrip('.')}"
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an IP address, None where none has it.
-
-    gloo by itself takes the address of the host's name, which often is a loopback that other nodes cannot reach.
-    All of 127.0.0.0/8 is the loopback interface's.
-    """
-    import psutil  # ray carries it, and puts it on the path when ray is imported
-
-    wanted = "127.0.0.1" if address.startswith("127.") else address
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == wanted for entry in entries):
-            return name
-    return None

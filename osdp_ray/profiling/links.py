@@ -31,7 +31,7 @@ COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_redu
 SMALLEST_BYTES = 64 * KIB
 LARGEST_BYTES = 64 * MIB
 COPY_BYTES = 8 * MIB
-PAIR_BYTES = MIB
+PAIR_BYTES = 512 * KIB
 MIN_SIZES = 3  # below this many, one disturbed point would be the fit
 FREE_BYTES_PER_S = 1e15  # what no link reaches: the bandwidth where there is no cost, for JSON has no infinity
 

@@ -7,10 +7,9 @@ and backward, each size an affine function of the micro-batch. `costs.simulate_b
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Literal
 
+from osdp_ray.records.nodes import NodeSpeed, node_table, slow_nodes
 from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_seconds
 
@@ -209,24 +208,6 @@ class PassOverhead:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NodeSpeed:
-    """What one node was measured at, so that a profile says who is slow. The slowest and the smallest rule a step.
-
-    `compute_s`: a forward and backward of the model with one sample, by the node's slowest rank.
-    `link_bytes_per_s`: the faster of its links to its neighbours, None where there is one node. `clock_offset_s`:
-    its clock less the driver's.
-    """
-
-    address: str
-    hostname: str
-    num_ranks: int
-    memory_bytes: int
-    compute_s: float
-    link_bytes_per_s: float | None
-    clock_offset_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkCost:
     """Seconds of one collective on one kind of group: `latency_s + num_bytes / bytes_per_s`.
 
@@ -361,57 +342,8 @@ class Profile(Record):
                 for link in self.links
             ],
         )
-        return "\n\n".join(filter(None, (operators, links, self._node_table())))
-
-    def _node_table(self) -> str:
-        """A line per node, and who rules the step; '' where nodes were not measured."""
-        if not self.nodes:
-            return ""
-        rows = [
-            (
-                node.hostname,
-                node.address,
-                str(node.num_ranks),
-                format_bytes(node.memory_bytes),
-                format_seconds(node.compute_s),
-                "-" if node.link_bytes_per_s is None else f"{format_bytes(node.link_bytes_per_s)}/s",
-            )
-            for node in self.nodes
-        ]
-        table = format_table(("node", "address", "ranks", "memory", "compute(1)", "link"), rows)
-        return "\n".join((table, *self.slow_nodes()))
+        return "\n\n".join(filter(None, (operators, links, node_table(self.nodes))))
 
     def slow_nodes(self) -> tuple[str, ...]:
-        """A sentence for each way in which nodes are unequal by more than UNEQUAL_FRACTION, naming who rules."""
-        sentences = []
-        memory = _extremes(self.nodes, lambda node: float(node.memory_bytes))
-        if memory is not None:
-            least, _ = memory
-            sentences.append(f"{_names(least)}: the least memory, {format_bytes(least[0].memory_bytes)}, bounds all")
-        compute = _extremes(self.nodes, lambda node: 1 / node.compute_s if node.compute_s else math.inf)
-        if compute is not None:
-            slow, fast = compute
-            ratio = slow[0].compute_s / fast.compute_s
-            sentences.append(f"{_names(slow)}: computes {ratio:.1f} times as long as {fast.hostname}; every step waits")
-        links = _extremes(self.nodes, lambda node: node.link_bytes_per_s or math.inf)
-        if links is not None:
-            slow, fast = links
-            ratio = (fast.link_bytes_per_s or 0.0) / (slow[0].link_bytes_per_s or 1.0)
-            sentences.append(f"{_names(slow)}: link {ratio:.1f} times as slow as {fast.hostname}'s; the rings wait")
-        return tuple(sentences)
-
-
-UNEQUAL_FRACTION = 0.25  # nodes that differ by less are taken for equal: so much does the noise of a shared machine
-
-
-def _extremes(
-    nodes: tuple[NodeSpeed, ...], speed: Callable[[NodeSpeed], float]
-) -> tuple[list[NodeSpeed], NodeSpeed] | None:
-    """The nodes at the lowest of a speed and the one at the highest, None where they are alike."""
-    best = max(nodes, key=speed)
-    slow = sorted((node for node in nodes if speed(node) < (1 - UNEQUAL_FRACTION) * speed(best)), key=speed)
-    return (slow, best) if slow and math.isfinite(speed(best)) else None
-
-
-def _names(nodes: list[NodeSpeed]) -> str:
-    return ", ".join(f"node {node.hostname} ({node.address})" for node in nodes)
+        """Who is slow and who is small, in sentences; see records.nodes."""
+        return slow_nodes(self.nodes)

@@ -55,7 +55,7 @@ def run(what, argument):
     if what == "addresses":
         return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
     if what == "profile":
-        made = profile(GptWorkload(layers=2, hidden=32, heads=2, sequence=16), discover())
+        made = profile(GptWorkload(layers=2, hidden=128, heads=2, sequence=64), discover())
         Path(argument).write_text(json.dumps(made.to_json()))
         return {"slow": made.slow_nodes(), "table": made.table()}
     with MeasuringGroup(discover()) as group:

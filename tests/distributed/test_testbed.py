@@ -72,7 +72,7 @@ def test_the_ring_scatter_sends_what_a_gather_sends_and_half_of_what_gloo_sends(
 
 
 def test_a_profile_names_the_node_whose_link_and_cores_are_slow(bed, tmp_path):
-    bed.shape(8, 2)
+    bed.shape(20, 2)
     bed.limit_cpus(2, 0.25)
     try:
         found = drive(bed, "profile", str(tmp_path / "profile.json"), timeout_s=300)
@@ -84,8 +84,8 @@ def test_a_profile_names_the_node_whose_link_and_cores_are_slow(bed, tmp_path):
     profile = Profile.load(tmp_path / "profile.json")
     slow = profile.slow_nodes()
     assert [node.address for node in profile.nodes] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
-    assert any(text.startswith("node node2 (10.77.0.3): link") for text in slow), slow
-    assert any(text.startswith("node node2 (10.77.0.3)") and "computes" in text for text in slow), slow
+    assert any("node node2 (10.77.0.3)" in text and ": link" in text for text in slow), slow
+    assert any("node node2 (10.77.0.3)" in text and "computes" in text for text in slow), slow
     assert all(text in found["found"]["table"] for text in slow)
     assert profile.unit_overheads
     assert all(link.residuals for link in profile.links)
