@@ -278,13 +278,15 @@ class Kept:
         write_json(self._path, self._values)
 
 
-def bed_flags(description: str, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """A benchmark's own flags and those of one that runs inside a test bed and can be cut short."""
+def bed_flags(description: str, *, extra: dict[str, str] | None = None) -> argparse.Namespace:
+    """The flags of a benchmark that runs inside a test bed and can be cut short; `extra` are switches, explained."""
     parser = flag_parser(description)
+    for name, told in (extra or {}).items():
+        parser.add_argument(name, action="store_true", help=told)
     parser.add_argument("--kept", type=Path, metavar="FILE", help="go on with what this file holds, and keep it there")
     parser.add_argument("--mbit", type=float, nargs="*", help="speeds of the cables, each in turn")
     parser.add_argument("--inside", help=argparse.SUPPRESS)  # what the script is to do inside the bed
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def inside_bed(script: str, task: str, bed: Any, kept: Path, *, is_quick: bool, timeout_s: float) -> None:
