@@ -88,6 +88,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         communicator_bytes=communicator_bytes,
         unit_overheads=unit_overheads,
         pass_overhead=pass_overhead(root_s, batch_s),
+        cluster_hash=cluster.hash(),
         nodes=node_speeds(cluster, traced.structure, compute, node_links, clock_offsets_s),
     )
 

@@ -258,8 +258,8 @@ class Profile(Record):
     beside computation (streams), where gloo on CPUs takes turns with it; computing beside a collective then takes
     `1 + overlap_slowdown_fraction` times as long (0 until that is measured). `context_bytes` and
     `communicator_bytes` are what the process holds of a device outside the allocator of tensors: driver, kernels and
-    libraries; NCCL's buffers. `unit_overheads` is empty where a GPU computes: the hooks run ahead of it. `nodes` is
-    empty in an estimate.
+    libraries; NCCL's buffers. `unit_overheads` is empty where a GPU computes: the hooks run ahead of it. `nodes` and
+    `cluster_hash` are empty in an estimate.
     """
 
     workload: str
@@ -287,6 +287,7 @@ class Profile(Record):
     unit_overheads: tuple[UnitOverhead, ...] = ()
     pass_overhead: PassOverhead = PassOverhead()
     nodes: tuple[NodeSpeed, ...] = ()
+    cluster_hash: str = ""
 
     @property
     def num_ranks(self) -> int:
