@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["estimate", "profile", "trace"]
 
 _MICRO_BATCHES = (1, 2, 4, 8)
-_COMPUTE_LIMIT_S = 5.0
+_LINKS_LIMIT_S, _COMPUTE_LIMIT_S = 10.0, 8.0
 
 
 def profile(workload: Workload, cluster: Cluster) -> Profile:
@@ -52,7 +52,8 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         group = opening.result()
     try:
         largest_bytes = max(section_class.parameter_bytes for section_class in traced.structure.classes)
-        links = measure_links(group, largest_bytes=min(max(largest_bytes, 4 * MIB), 64 * MIB))
+        largest_bytes = min(max(largest_bytes, 4 * MIB), 64 * MIB)
+        links = measure_links(group, largest_bytes=largest_bytes, limit_s=_LINKS_LIMIT_S)
         node_links = measure_node_links(group)
         context_bytes, communicator_bytes = measure_overheads(group)
         copy_bytes_per_s = measure_copy(group)

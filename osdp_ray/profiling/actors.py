@@ -39,7 +39,7 @@ REACH_REMEDY = (
 )
 CLOCK_REMEDY = "Set the clocks of the nodes by NTP (chronyc tracking, timedatectl), or leave that node out."
 MEASURE_REMEDY = "Mend that and run again; the traceback of the worker is attached to this error."
-START_TIMEOUT_S = 40.0
+START_TIMEOUT_S = 50.0
 LEAVE_TIMEOUT_S = 5.0
 MOST_CLOCK_OFFSET_S = 60.0  # beyond it, times in logs, samples and saves of different nodes contradict one another
 _PING_EVERY_S = 2.0

@@ -200,7 +200,7 @@ def time_collectives(
             warm_s, elapsed_s = _agree(_seconds(call), time.perf_counter() - started_s)
             if position == 0:
                 share_s = elapsed_s + max(0.0, limit_s - elapsed_s) / (len(cases) - index)
-            repeats = 5 if elapsed_s + 5 * warm_s < share_s else 2
+            repeats = 7 if elapsed_s + 7 * warm_s < share_s else 3
             timings.append(
                 Timing(
                     group=kind,
@@ -209,7 +209,7 @@ def time_collectives(
                     median_s=statistics.median(_together(call) for _ in range(repeats)),
                 )
             )
-            next_s = 3 * warm_s * 4  # the warm-up and two repeats of a tensor four times as large
+            next_s = 4 * warm_s * 4  # the warm-up and three repeats of a tensor four times as large
             if position + 1 >= MIN_SIZES and elapsed_s + repeats * warm_s + next_s > share_s:
                 break
     return timings
