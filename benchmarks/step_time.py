@@ -22,6 +22,7 @@ from trials import (
     blocks_in_turn,
     collectives_of,
     inside_bed,
+    kept_profile,
     operators_in_turn,
     plan_of,
     predicted_link_s,
@@ -34,7 +35,6 @@ from trials import (
 
 from osdp_ray.costs import section_seconds
 from osdp_ray.planning.choices import DP, HSDP, HSDP2, ZERO2, ZERO3
-from osdp_ray.profiling import profile as make_profile
 from osdp_ray.profiling.actors import MeasuringGroup
 from osdp_ray.profiling.links import group_members
 from osdp_ray.records.plan import Plan
@@ -96,8 +96,7 @@ def measure(speed: str, path: Path, *, is_quick: bool) -> None:
     """Inside the bed, at one speed: everything predicted and measured goes to the file."""
     kept = Kept(path, is_fresh=False)
     workload, cluster = GptWorkload(**WORKLOAD), attach()
-    raw = kept.get(f"{speed} profile", lambda: make_profile(workload, cluster).to_json())
-    profile = Profile.from_json(raw)
+    profile, profile_s = kept_profile(kept, f"{speed} profile", workload, cluster)
     repeats = 2 if is_quick else 7
     rows = []
     with MeasuringGroup(cluster) as group:
@@ -156,7 +155,8 @@ def measure(speed: str, path: Path, *, is_quick: bool) -> None:
                     "measured_s": kept.get(f"{speed} compute {recompute} {micro_batch}", compute),
                 }
             )
-    found = {"plans": rows, "links": links, "computing": computing, "slow_nodes": list(profile.slow_nodes())}
+    found = {"plans": rows, "links": links, "computing": computing, "profile_s": profile_s}
+    found["slow_nodes"] = list(profile.slow_nodes())
     kept.replace(speed, found)
 
 
@@ -203,8 +203,11 @@ def report(by_speed: dict[float, dict[str, Any]]) -> dict[str, Any]:
     mean = statistics.fmean(map(abs, errors))
     print(f"\n{len(errors)} plans: mean error {mean * 100:.1f} %, largest {max(map(abs, errors)) * 100:.1f} %,")
     print("Kendall tau " + ", ".join(f"{tau:.3f} at {speed} Mbit/s" for speed, tau in taus.items()))
+    profile_s = max(found["profile_s"] for found in by_speed.values())
+    print(f"a profile of the model on this cluster took {profile_s:.1f} s at most")
     print(machine())
     return {
+        "profile_seconds": profile_s,
         "num_plans": len(errors),
         "error_mean_fraction": mean,
         "error_max_fraction": max(map(abs, errors)),

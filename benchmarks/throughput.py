@@ -30,6 +30,7 @@ from trials import (
     attach,
     bed_flags,
     inside_bed,
+    kept_profile,
     plan_of,
     skip_without_bed,
     time_computing,
@@ -41,7 +42,6 @@ from osdp_ray.costs import held_beside, simulate_bytes
 from osdp_ray.errors import InfeasibleError
 from osdp_ray.planning import plan as make_plan
 from osdp_ray.planning.choices import DP, HSDP, RECOMPUTES, ZERO2, ZERO3
-from osdp_ray.profiling import profile as make_profile
 from osdp_ray.profiling.actors import MeasuringGroup
 from osdp_ray.records.plan import Plan
 from osdp_ray.records.profile import Profile
@@ -104,8 +104,7 @@ def measure_family(argument: str, path: Path, *, is_quick: bool) -> None:
     """Inside the bed: one family at one speed, all settings and our plans."""
     name, _, speed = argument.partition(" ")
     kept, workload, cluster = Kept(path, is_fresh=False), families()[name](), attach()
-    raw = kept.get(f"{argument} profile", lambda: make_profile(workload, cluster).to_json())
-    profile = Profile.from_json(raw)
+    profile, _ = kept_profile(kept, f"{argument} profile", workload, cluster)
     repeats = 2 if is_quick else 5
     with MeasuringGroup(cluster) as group:
 
@@ -277,8 +276,10 @@ def _slow(flags: Any, kept: Path) -> dict[str, Any]:
         )
     header = ("what is slow", "the profile names", "plan changed", "plan that knew, s", "that did not, s", "gain")
     print(format_table(header, rows))
+    profile_s = max(case["profile_s"] for case in found.values())
+    print(f"\na profile of the model on these four nodes took {profile_s:.1f} s at most")
     print(machine())
-    return {"slow": found}
+    return {"slow": found, "profile_seconds": profile_s}
 
 
 def measure_slow(argument: str, path: Path, *, is_quick: bool) -> None:
@@ -286,11 +287,10 @@ def measure_slow(argument: str, path: Path, *, is_quick: bool) -> None:
     what, _, speed = argument.partition(" ")
     kept, workload, cluster = Kept(path, is_fresh=False), families()["mixed"](), attach()
     key = f"slow {argument}"
-    raw = kept.get(f"{key} profile", lambda: make_profile(workload, cluster).to_json())
-    profile = Profile.from_json(raw)
+    profile, profile_s = kept_profile(kept, f"{key} profile", workload, cluster)
     if what == "equal":
         return
-    equal = Profile.from_json(kept.get(f"slow equal {speed} profile", dict))
+    equal, _ = kept_profile(kept, f"slow equal {speed} profile", workload, cluster)
     settings = uniform_plans(equal, is_quick=True)
     peaks = {label: _device_bytes(equal, plan) for label, plan in settings.items()}
     budget_bytes = round((min(peaks.values()) + max(peaks.values())) / 2)
@@ -307,6 +307,7 @@ def measure_slow(argument: str, path: Path, *, is_quick: bool) -> None:
                 return list(try_plan(group, workload, plan, num_steps=repeats, limit_s=600.0).step_s)
 
             found[name] = kept.get(f"{key} {name}", once)
+    found["profile_s"] = profile_s
     found["slow_nodes"] = list(profile.slow_nodes())
     found["link_bytes_per_s"] = {
         of: [node.link_bytes_per_s for node in one.nodes] for of, one in (("equal", equal), ("now", profile))

@@ -27,7 +27,9 @@ from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import find_blocks
 from osdp_ray.planning.choices import group_units, uniform_sections
 from osdp_ray.profiling import links
+from osdp_ray.profiling import profile as make_profile
 from osdp_ray.profiling.actors import MeasuringGroup
+from osdp_ray.records.cluster import Cluster
 from osdp_ray.records.plan import Choice, Plan, SectionPlan, SolverReport
 from osdp_ray.records.profile import Profile, Recompute
 from osdp_ray.records.telemetry import Sample
@@ -278,6 +280,18 @@ class Kept:
         write_json(self._path, self._values)
 
 
+def kept_profile(kept: Kept, name: str, workload: Workload, cluster: Cluster) -> tuple[Profile, float]:
+    """The profile of this name and the seconds that it took, measured now where it is not kept."""
+
+    def measure() -> list[Any]:
+        began_s = time.monotonic()
+        made = make_profile(workload, cluster)
+        return [made.to_json(), time.monotonic() - began_s]
+
+    raw, taken_s = kept.get(name, measure)
+    return Profile.from_json(raw), taken_s
+
+
 def bed_flags(description: str, *, extra: dict[str, str] | None = None) -> argparse.Namespace:
     """The flags of a benchmark that runs inside a test bed and can be cut short; `extra` are switches, explained."""
     parser = flag_parser(description)
@@ -301,7 +315,7 @@ def inside_bed(script: str, task: str, bed: Any, kept: Path, *, is_quick: bool, 
         raise
 
 
-def attach() -> Any:
+def attach() -> Cluster:
     """The cluster of the bed that this process runs in."""
     connect(None, num_workers=None)
     return discover()
