@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from . import processes
 from .errors import TestBedError
 
+PREFIX = "osdp-"
 # As short as the kernel allows, so that a bounded node is evenly slow and not now fast, now stopped.
 _LEAST_PERIOD_US, _LEAST_QUOTA_US = 4_000, 1_000
 ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, version 2
@@ -25,7 +27,7 @@ def split_cores(num_nodes: int) -> list[list[int]]:
 def make_group(name: str) -> Path | None:
     """A control group for one node, None where this system lets us make none."""
     for root in ROOTS:
-        group = root / name
+        group = root / f"{PREFIX}{name}"
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
             if any((group / file).exists() for file in ("cpu.cfs_quota_us", "cpu.max")):
@@ -34,11 +36,24 @@ def make_group(name: str) -> Path | None:
     return None
 
 
-def remove_group(group: Path | None) -> None:
-    """Removes an empty group; one that is gone is fine."""
-    if group is not None:
+def remove_group(group: Path | None, *, wait_s: float = 5.0) -> None:
+    """Removes a group as soon as its processes have gone, which takes a moment after they were killed."""
+    deadline_s = time.monotonic() + wait_s
+    while group is not None and group.exists():
         with contextlib.suppress(OSError):
             group.rmdir()
+            return
+        if time.monotonic() >= deadline_s:
+            return
+        time.sleep(0.02)
+
+
+def remove_groups_without_bed(names: Iterable[str]) -> None:
+    """Removes what groups are left of beds, those of `names` apart. One that has processes stays."""
+    kept = set(names)
+    for group in (group for root in ROOTS for group in root.glob(f"{PREFIX}*-*")):
+        if group.name.removeprefix(PREFIX).rpartition("-")[0] not in kept:
+            remove_group(group, wait_s=0.0)
 
 
 def limit_cpus(group: Path | None, cpus: float | None) -> None:

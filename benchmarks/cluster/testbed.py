@@ -213,7 +213,7 @@ class TestBed:
             num_slots=self.slots_per_node,
             memory_bytes=self.memory_bytes,
             store_bytes=self.store_bytes,
-            group=cpus.make_group(f"osdp-{self.name}-{index}"),
+            group=cpus.make_group(f"{self.name}-{index}"),
             env={**self.env, **env},
         )
         self._nodes[index] = node
@@ -288,7 +288,6 @@ def remove_leftovers() -> list[str]:
         if state is None and time.time() - folder.stat().st_mtime < 60:
             continue  # one that is just being made
         shutil.rmtree(folder, ignore_errors=True)
-        for group in (Path(root, f"osdp-{folder.name}-{i}") for root in cpus.ROOTS for i in range(64)):
-            cpus.remove_group(group)
         removed.append(folder.name)
+    cpus.remove_groups_without_bed(folder.name for folder in FOLDER.glob("*/"))
     return removed

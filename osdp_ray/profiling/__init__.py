@@ -19,6 +19,7 @@ from osdp_ray.profiling.hooks import measure_hooks, pass_overhead, time_batches
 from osdp_ray.profiling.links import measure_copy, measure_links, measure_node_links
 from osdp_ray.profiling.optimizer import measure_optimizer
 from osdp_ray.profiling.overheads import measure_overheads
+from osdp_ray.profiling.slowdown import measure_slowdown
 from osdp_ray.profiling.trace import trace
 from osdp_ray.records.cluster import Cluster
 from osdp_ray.records.profile import ComputeCost, NodeSpeed, OptimizerCost, Profile, start_calibration
@@ -57,6 +58,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         node_links = measure_node_links(group)
         context_bytes, communicator_bytes = measure_overheads(group)
         copy_bytes_per_s = measure_copy(group)
+        slowdown_fraction = measure_slowdown(group)
         unit_overheads, root_s = measure_hooks(group, links)
         batch_s = group.run(time_batches, workload, _MICRO_BATCHES)
         arguments = (workload, traced.structure, _MICRO_BATCHES, cluster.device_kind, _COMPUTE_LIMIT_S)
@@ -85,6 +87,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         copy_bytes_per_s=copy_bytes_per_s,
         calibration=start_calibration(cluster.device_kind),
         overlaps=cluster.backend == "nccl",
+        overlap_slowdown_fraction=slowdown_fraction,
         context_bytes=context_bytes,
         communicator_bytes=communicator_bytes,
         unit_overheads=unit_overheads,

@@ -256,7 +256,7 @@ class Profile(Record):
 
     `evaluation` are traces of forward passes without gradients, one per class. `overlaps`: its backend communicates
     beside computation (streams), where gloo on CPUs takes turns with it; computing beside a collective then takes
-    `1 + overlap_slowdown_fraction` times as long (0 until that is measured). `context_bytes` and
+    `1 + overlap_slowdown_fraction` times as long (0 in an estimate). `context_bytes` and
     `communicator_bytes` are what the process holds of a device outside the allocator of tensors: driver, kernels and
     libraries; NCCL's buffers. `unit_overheads` is empty where a GPU computes: the hooks run ahead of it. `nodes` and
     `cluster_hash` are empty in an estimate.

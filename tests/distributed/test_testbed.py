@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import TestBed, TestBedError, missing_requirement, remove_leftovers
+from cluster import TestBed, TestBedError, cpus, missing_requirement, remove_leftovers
 from cluster.processes import members, start_ticks
 
 from osdp_ray.profiling.actors import MOST_CLOCK_OFFSET_S
@@ -199,6 +199,7 @@ def test_a_bed_ends_with_its_owner_and_what_is_left_is_removed():
     assert [member for member in inside if start_ticks(member) is not None] == []
     assert "orphan" in remove_leftovers()
     assert remove_leftovers() == []
+    assert not [group for root in cpus.ROOTS for group in root.glob("osdp-orphan-*")]
 
 
 def test_a_bed_that_cannot_be_changed_says_why(bed):
