@@ -95,7 +95,7 @@ def test_a_profile_names_the_node_whose_link_and_cores_are_slow(bed, tmp_path):
 def test_nodes_that_cannot_reach_one_another_are_named(bed):
     bed.cut(1, 2)
     try:
-        found = drive(bed, "sleep", "/dev/null")
+        found = drive(bed, "start")
     finally:
         bed.mend(1, 2)
 
@@ -130,7 +130,7 @@ def test_a_node_with_a_clock_of_its_own_is_named(bed, tmp_path):
     bed.kill_node(2)
     bed.start_node(2, env={"PYTHONPATH": os.pathsep.join((str(tmp_path), bed.node(0).env["PYTHONPATH"]))})
 
-    found = drive(bed, "sleep", "/dev/null")
+    found = drive(bed, "start")
 
     assert "the clock of node node2 (10.77.0.3, rank" in found["error"], found
     assert "ahead of the driver's" in found["error"]
@@ -143,7 +143,7 @@ def test_a_node_with_an_interface_that_reaches_nobody_is_named(bed):
     bed.kill_node(2)
     bed.start_node(2, env={"GLOO_SOCKET_IFNAME": "lo"})
 
-    found = drive(bed, "sleep", "/dev/null")
+    found = drive(bed, "start")
 
     assert "GLOO_SOCKET_IFNAME is 'lo' on node node2 (10.77.0.3), which is 127.0.0.1" in found["error"], found
     assert "set it to 'eth0'" in found["error"]
@@ -166,13 +166,14 @@ def test_a_node_that_falls_silent_while_measuring_is_named(bed, tmp_path):
     try:
         out, errors = process.communicate(timeout=MOST_S)
         found = json.loads(out.splitlines()[-1])
-        never = drive(bed, "sleep", "/dev/null")  # the same node does not answer from the start
+        never = drive(bed, "start")  # the same node does not answer from the start
     finally:
         bed.freeze(2, is_frozen=False)
 
     assert "node node2 (10.77.0.3, rank" in found["error"], errors
     assert "no sign of life for 20 s" in found["error"] or "was lost" in found["error"]
-    assert "10.77.0.3" in never["error"] or "found" not in never
+    # By now Ray may have given the node up, and then it is in no cluster any more.
+    assert never.get("found") == 2 or "node node2 (10.77.0.3, rank" in never["error"]
     assert never["seconds"] < MOST_S
 
 
