@@ -12,12 +12,17 @@ from typing import Any
 from osdp_ray.schema import write_json
 
 
-def parse_flags(description: str, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """`--quick` (under 60 s) and `--json FILE`."""
+def flag_parser(description: str) -> argparse.ArgumentParser:
+    """`--quick` (under 60 s) and `--json FILE`, for a benchmark to add its own."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer cases and repeats, under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    return parser.parse_args(arguments)
+    return parser
+
+
+def parse_flags(description: str, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags that every benchmark has."""
+    return flag_parser(description).parse_args(arguments)
 
 
 def machine() -> str:

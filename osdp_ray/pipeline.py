@@ -33,7 +33,7 @@ from osdp_ray.records.profile import Profile
 from osdp_ray.records.summary import Summary
 from osdp_ray.records.telemetry import Sample, Telemetry
 from osdp_ray.replanning import drifted, recalibrate
-from osdp_ray.resuming import Earlier, find_earlier, reusable_profile
+from osdp_ray.resuming import Earlier, find_earlier, kept_profile, reusable_profile
 from osdp_ray.run_directory import MetricsFile, RunDirectory, measured_step_s, summarize
 from osdp_ray.settings import Settings, check_batches, check_settings
 from osdp_ray.signals import StopSignals
@@ -214,7 +214,8 @@ class _Run:
     def _profile_and_plan(self, earlier: Earlier | None) -> None:
         """Nothing is written before there is a plan, so that cluster and profile of the directory are the plan's."""
         with self._stage("profile"):
-            self.profile = make_profile(self.workload, self.cluster)
+            kept = None if earlier is None else kept_profile(self.directory, earlier.plan, self.cluster)
+            self.profile = kept or make_profile(self.workload, self.cluster)
         self.tell("profile", {"profile": self.profile})
         with self._stage("plan"):
             plan = self._plan(self.profile, None if earlier is None else earlier.plan.budget_bytes)

@@ -70,3 +70,18 @@ def reusable_profile(directory: RunDirectory, plan: Plan, cluster: Cluster, sett
     except (RecordError, PlanMismatchError):
         return None
     return profile if profile.device_kind == cluster.device_kind else None
+
+
+def kept_profile(directory: RunDirectory, plan: Plan, cluster: Cluster) -> Profile | None:
+    """The profile of an earlier plan where it was measured on this very hardware: it need not be measured again.
+
+    None where it was not, or where the profile's file is missing, unreadable, or of another plan.
+    """
+    try:
+        profile = Profile.load(directory.path / "profile.json")
+        plan.require_profile(profile)
+    except (RecordError, PlanMismatchError):
+        return None
+    if profile.cluster_hash != cluster.hash() or profile.device_kind != cluster.device_kind:
+        return None
+    return dataclasses.replace(profile, device_memory_bytes=cluster.smallest_memory_bytes)

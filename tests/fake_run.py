@@ -51,6 +51,7 @@ class World:
         self.hub, self.attempts, self.events = FakeHub(), [], []
         self.recalibrated_peak_bytes, self.recalibrated_samples_per_s = 900, 100.0
         self.candidates = []
+        self.num_profiles = 0
 
     def on_event(self, kind, facts):
         self.events.append((kind, facts))
@@ -70,6 +71,7 @@ class World:
         return Cluster(nodes=(node,), devices=devices)
 
     def profile(self, workload, cluster):
+        self.num_profiles += 1
         return Profile(
             workload=workload.name,
             workload_hash=workload.hash(),
@@ -95,6 +97,7 @@ class World:
             links=(),
             copy_bytes_per_s=1.0,
             calibration=Calibration(),
+            cluster_hash=cluster.hash(),
         )
 
     def plan(self, profile, *, budget_bytes, global_batch, micro_batch):

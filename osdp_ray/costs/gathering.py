@@ -8,7 +8,8 @@
     after backward   whole parameters freed; the previous unit's reduction input freed, this one's allocated,
                      gradients copied into it and freed, the reduced shard allocated
 
-(`torch.distributed.fsdp._fully_shard`.) gloo's gathers and reductions work on a copy of the whole.
+(`torch.distributed.fsdp._fully_shard`.) gloo's gathers work on a copy of the whole; its reductions, in a ring of our
+own, on their input and output alone.
 """
 
 from osdp_ray.costs.levels import PHASES, PlayedUnit
@@ -193,8 +194,6 @@ class Fsdp2:
         self._free(unit.gradient_bytes - held_bytes)
         unit.gradient_bytes = 0
         self._alloc(sizes.gradient_bytes)
-        if self.copies and sizes.group_size > 1:
-            self._touch(sizes.reduce_bytes)
         self._free(held_bytes)
         if unit.has_shard_gradient:  # added to the shard that is there
             if unit.all_reduces:

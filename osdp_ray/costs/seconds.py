@@ -4,7 +4,8 @@ A unit's collectives per micro-batch: a gather before forward and, if it was fre
 reduce-scatter (world), an all-reduce (none), or a reduce-scatter inside the node and an all-reduce across nodes
 (node). Where a node's shard is kept, the second gather stays inside the node. FSDP2 copies gathered parameters out of,
 and gradients into, flat buffers; a replicated unit copies too. Copies are computation: they take turns with it wherever
-communication runs.
+communication runs. So does what FSDP2 itself takes for a unit, its hooks and views, which counts among the copies of the
+same pass.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import dataclasses
 from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.units import UnitBytes
 from osdp_ray.records.plan import Choice, SectionPlan, Unit
-from osdp_ray.records.profile import GroupKind, Profile
+from osdp_ray.records.profile import GroupKind, Profile, UnitOverhead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class UnitSeconds:
     """Seconds of one unit in one micro-batch, and of its share of the optimizer's step.
 
     gather_...  on the link, before forward and before backward; copy_... out of flat buffers, in the same passes
-    reduce_s    on the link, after backward; copy_reduce_s into flat buffers
+    reduce_s    on the link, after backward; copy_reduce_s into flat buffers; FSDP2's own seconds are in the copies
     """
 
     gather_forward_s: float = 0.0
@@ -72,7 +73,10 @@ def _section_seconds(profile: Profile, class_index: int, section: SectionPlan, m
         seconds = unit_seconds(profile, class_index, unit)
         for name in sums:
             sums[name] += getattr(seconds, name)
-    return SectionSeconds(forward_s=cost.forward_s(micro_batch) * factor, backward_s=backward_s * factor, **sums)
+    forward_s = cost.forward_s(micro_batch)
+    if profile.classes[class_index].name == "stem":  # there is one: what a pass takes beside its sections
+        forward_s += profile.pass_overhead.pass_s + profile.pass_overhead.sample_s * micro_batch
+    return SectionSeconds(forward_s=forward_s * factor, backward_s=backward_s * factor, **sums)
 
 
 def unit_seconds(profile: Profile, class_index: int, unit: Unit) -> UnitSeconds:
@@ -87,24 +91,54 @@ def unit_seconds(profile: Profile, class_index: int, unit: Unit) -> UnitSeconds:
 
 def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> UnitSeconds:
     factor = profile.calibration.communication_factor
-    copy_s = sizes.gathered_bytes / profile.copy_bytes_per_s * factor
+    copy_s, keep_s = sizes.gathered_bytes / profile.copy_bytes_per_s, sizes.node_shard_bytes / profile.copy_bytes_per_s
     gather_s = 0.0
     if sizes.group_size > 1:
-        gather_s = _collective(profile, _group(choice), "all_gather", sizes.flat_bytes) * factor
+        gather_s = _collective(profile, _group(choice), "all_gather", sizes.flat_bytes)
     gather_again_s = gather_s
     if choice.keep_node_shard:
-        gather_again_s = _collective(profile, "node", "all_gather", sizes.flat_bytes) * factor
+        gather_again_s = _collective(profile, "node", "all_gather", sizes.flat_bytes)
     reduce_copies = 2 if sizes.group_size == 1 else 1
+    own = _overhead(profile, is_sharded=sizes.group_size > 1)
+    num = sizes.num_trainable
+    regather_s = copy_s + own.regather_s + num * own.regather_s_per_tensor
+    reduce_copy_s = reduce_copies * sizes.reduce_bytes / profile.copy_bytes_per_s
+    optimizer = profile.optimizer
     return UnitSeconds(
-        gather_forward_s=gather_s,
-        gather_backward_s=gather_again_s if choice.regather else 0.0,
-        copy_forward_s=copy_s + sizes.node_shard_bytes / profile.copy_bytes_per_s * factor,
-        copy_backward_s=copy_s if choice.regather else 0.0,
+        gather_forward_s=gather_s * factor,
+        gather_backward_s=gather_again_s * factor if choice.regather else 0.0,
+        copy_forward_s=(copy_s + keep_s + own.forward_s + num * own.forward_s_per_tensor) * factor,
+        copy_backward_s=regather_s * factor if choice.regather else 0.0,
         reduce_s=_reduce_s(profile, choice, sizes) * factor,
-        copy_reduce_s=reduce_copies * sizes.reduce_bytes / profile.copy_bytes_per_s * factor,
-        optimizer_s=sizes.gradient_bytes * profile.optimizer.step_s_per_byte
-        + sizes.num_trainable * profile.optimizer.step_s_per_tensor,
+        copy_reduce_s=(reduce_copy_s + own.backward_s + num * own.backward_s_per_tensor) * factor,
+        optimizer_s=sizes.gradient_bytes * optimizer.step_s_per_byte
+        + num * (optimizer.step_s_per_tensor + optimizer.step_constant_s / max(1, _num_trainable(profile))),
     )
+
+
+_NO_OVERHEAD = UnitOverhead(
+    is_sharded=False,
+    forward_s=0.0,
+    forward_s_per_tensor=0.0,
+    regather_s=0.0,
+    regather_s_per_tensor=0.0,
+    backward_s=0.0,
+    backward_s_per_tensor=0.0,
+)
+
+
+def _overhead(profile: Profile, *, is_sharded: bool) -> UnitOverhead:
+    return next((own for own in profile.unit_overheads if own.is_sharded == is_sharded), _NO_OVERHEAD)
+
+
+def _num_trainable(profile: Profile) -> int:
+    """Tensors that the optimizer steps, in the whole model: each carries its part of a step's constant."""
+    kept = table_of(profile).kept
+    if ("num_trainable",) not in kept:
+        counts = [sum(parameter.requires_grad for parameter in c.parameters) for c in profile.classes]
+        kept[("num_trainable",)] = sum(counts[section.class_index] for section in profile.sections)
+    found: int = kept[("num_trainable",)]
+    return found
 
 
 def _reduce_s(profile: Profile, choice: Choice, sizes: UnitBytes) -> float:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from osdp_ray.errors import PlanMismatchError, ShardingError
 from osdp_ray.execution.in_place import allow_in_place
 from osdp_ray.modeling.recompute import recompute_block
+from osdp_ray.modeling.ring import RingReduceScatter
 from osdp_ray.modeling.splitting import split_operator
 from osdp_ray.records.plan import Plan, ShardOver, Unit
 from osdp_ray.records.profile import Precision
@@ -67,8 +68,17 @@ def parallelize(
         fully_shard(model, mesh=meshes["world"], reshard_after_forward=False, mp_policy=policy)
     else:
         _shard(model, root_unit, meshes, policy)
+    if dist.get_backend() == "gloo":
+        _scatter_in_rings(model)
     allow_in_place(model)
     return model
+
+
+def _scatter_in_rings(model: nn.Module) -> None:
+    """gloo's own reduce-scatter sends twice as much as needed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(RingReduceScatter())
 
 
 _POLICIES: dict[Precision, MixedPrecisionPolicy] = {

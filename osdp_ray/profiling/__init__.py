@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 from osdp_ray.blame import summary
 from osdp_ray.errors import WorkloadError
 from osdp_ray.modeling import user_code
+from osdp_ray.modeling.structure import Structure
 from osdp_ray.profiling.compute import measure_compute
 from osdp_ray.profiling.estimate import estimate
-from osdp_ray.profiling.links import measure_copy, measure_links
+from osdp_ray.profiling.hooks import measure_hooks, pass_overhead, time_batches
+from osdp_ray.profiling.links import measure_copy, measure_links, measure_node_links
 from osdp_ray.profiling.optimizer import measure_optimizer
 from osdp_ray.profiling.overheads import measure_overheads
+from osdp_ray.profiling.slowdown import measure_slowdown
 from osdp_ray.profiling.trace import trace
 from osdp_ray.records.cluster import Cluster
-from osdp_ray.records.profile import ComputeCost, OptimizerCost, Profile, start_calibration
+from osdp_ray.records.profile import ComputeCost, NodeSpeed, OptimizerCost, Profile, start_calibration
 from osdp_ray.units import MIB
 from osdp_ray.workload import Workload
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["estimate", "profile", "trace"]
 
 _MICRO_BATCHES = (1, 2, 4, 8)
-_COMPUTE_LIMIT_S = 5.0
+_LINKS_LIMIT_S, _COMPUTE_LIMIT_S = 10.0, 8.0
 
 
 def profile(workload: Workload, cluster: Cluster) -> Profile:
@@ -50,12 +53,18 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         group = opening.result()
     try:
         largest_bytes = max(section_class.parameter_bytes for section_class in traced.structure.classes)
-        links = measure_links(group, largest_bytes=min(max(largest_bytes, 4 * MIB), 64 * MIB))
+        largest_bytes = min(max(largest_bytes, 4 * MIB), 64 * MIB)
+        links = measure_links(group, largest_bytes=largest_bytes, limit_s=_LINKS_LIMIT_S)
+        node_links = measure_node_links(group)
         context_bytes, communicator_bytes = measure_overheads(group)
         copy_bytes_per_s = measure_copy(group)
+        slowdown_fraction = measure_slowdown(group)
+        unit_overheads, root_s = measure_hooks(group, links)
+        batch_s = group.run(time_batches, workload, _MICRO_BATCHES)
         arguments = (workload, traced.structure, _MICRO_BATCHES, cluster.device_kind, _COMPUTE_LIMIT_S)
         compute = group.run(measure_compute, *arguments)
         optimizer = group.run(measure_optimizer, workload)
+        clock_offsets_s = group.clock_offsets_s
     finally:
         group.__exit__(None, None, None)
     return Profile(
@@ -79,9 +88,44 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         copy_bytes_per_s=copy_bytes_per_s,
         calibration=start_calibration(cluster.device_kind),
         overlaps=cluster.backend == "nccl",
+        overlap_slowdown_fraction=slowdown_fraction,
         context_bytes=context_bytes,
         communicator_bytes=communicator_bytes,
+        unit_overheads=unit_overheads,
+        pass_overhead=pass_overhead(root_s, batch_s),
+        cluster_hash=cluster.hash(),
+        nodes=node_speeds(cluster, traced.structure, compute, node_links, clock_offsets_s),
     )
+
+
+def node_speeds(
+    cluster: Cluster,
+    structure: Structure,
+    compute: list[list[ComputeCost]],
+    links: tuple[float | None, ...],
+    clock_offsets_s: tuple[float, ...],
+) -> tuple[NodeSpeed, ...]:
+    """What every node was measured at: by its slowest rank, its smallest device, its faster link."""
+    counts = [sum(section.class_index == index for section in structure.sections) for index in range(len(compute[0]))]
+    speeds = []
+    for node, link_bytes_per_s in zip(cluster.nodes, links, strict=True):
+        ranks = [rank for rank, device in enumerate(cluster.devices) if device.node_id == node.node_id]
+        whole_s = [
+            sum(count * (cost.forward_s(1) + cost.backward_s(1)) for count, cost in zip(counts, costs, strict=True))
+            for costs in map(compute.__getitem__, ranks)
+        ]
+        speeds.append(
+            NodeSpeed(
+                address=node.address,
+                hostname=node.hostname,
+                num_ranks=len(ranks),
+                memory_bytes=min(cluster.devices[rank].memory_bytes for rank in ranks),
+                compute_s=max(whole_s),
+                link_bytes_per_s=link_bytes_per_s,
+                clock_offset_s=max((clock_offsets_s[rank] for rank in ranks), key=abs),
+            )
+        )
+    return tuple(speeds)
 
 
 def _require_pickle(workload: Workload) -> None:
@@ -106,5 +150,5 @@ def _slowest_compute(costs: tuple[ComputeCost, ...]) -> ComputeCost:
 
 
 def _slowest_optimizer(costs: list[OptimizerCost]) -> OptimizerCost:
-    slowest = max(costs, key=lambda cost: cost.step_s_per_byte)
-    return dataclasses.replace(slowest, step_s_per_tensor=max(cost.step_s_per_tensor for cost in costs))
+    names = ("step_s_per_byte", "step_s_per_tensor", "step_constant_s")
+    return dataclasses.replace(costs[0], **{name: max(getattr(cost, name) for cost in costs) for name in names})

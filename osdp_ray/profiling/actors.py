@@ -1,14 +1,17 @@
 """The measuring actors: one per device of a cluster, placed on that device's node, joined in one process group.
 
 A MeasuringGroup runs functions on the real nodes, over the real links, before training starts. CPU actors take no
-slots, so they start even where the cluster is full; GPU actors hold their GPUs through a placement group. Whatever
-happens, leaving the group ends its actors and gives everything back.
+slots, so they start even where the cluster is full; GPU actors hold their GPUs through a placement group. While a
+function runs, every actor is asked for a sign of life in a thread of its own, so that a node that falls silent is
+named within SILENCE_S, however long the function may take. Whatever happens, leaving the group ends its actors and
+gives everything back.
 """
 
 import dataclasses
 import datetime
 import functools
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,15 +24,26 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from osdp_ray.errors import ClusterError, OsdpError, WorkerError
+from osdp_ray.profiling.interfaces import choose_interface
+from osdp_ray.profiling.life import SILENCE_S, SignsOfLife
 from osdp_ray.profiling.overheads import note_context
 from osdp_ray.records.cluster import Cluster, Device
 
 START_REMEDY = (
     "Check that the node is alive ('ray status'), that it can import this release of osdp_ray (install it there, or "
-    "submit with 'ray job submit --working-dir .'), and that its ports are open to the other nodes."
+    "submit with 'ray job submit --working-dir .'), and that its ports are open to the other nodes. Where "
+    "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set, it must name an interface of that node."
 )
+REACH_REMEDY = (
+    "Open the ports between these nodes (firewall, security group, network policy), or leave one of them out."
+)
+CLOCK_REMEDY = "Set the clocks of the nodes by NTP (chronyc tracking, timedatectl), or leave that node out."
 MEASURE_REMEDY = "Mend that and run again; the traceback of the worker is attached to this error."
-LEAVE_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 50.0
+LEAVE_TIMEOUT_S = 5.0
+MOST_CLOCK_OFFSET_S = 60.0  # beyond it, times in logs, samples and saves of different nodes contradict one another
+_PING_EVERY_S = 2.0
+_REACH_TIMEOUT_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,12 +73,15 @@ def _answering(method: Callable[..., Any]) -> Callable[..., Outcome]:
 class MeasuringGroup:
     """Actors on every device of `cluster`, ranked as its devices are; a context manager.
 
-    `start_timeout_s` bounds the start of the actors and, separately, the forming of the process group;
-    `collective_timeout_s` bounds each collective. Entering raises ClusterError, naming the node, where one does not
-    answer in time or cannot be reached.
+    `start_timeout_s` bounds the start of the actors and the forming of the process group together;
+    `collective_timeout_s` bounds each collective after that. Entering raises ClusterError, naming the node, where one
+    does not answer in time, cannot be reached, or has a clock of its own. `clock_offsets_s` are the clocks of the
+    ranks' nodes less the driver's.
     """
 
-    def __init__(self, cluster: Cluster, *, start_timeout_s: float = 120.0, collective_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, cluster: Cluster, *, start_timeout_s: float = START_TIMEOUT_S, collective_timeout_s: float = 120.0
+    ) -> None:
         self.cluster = cluster
         self._start_timeout_s = start_timeout_s
         self._collective_timeout_s = collective_timeout_s
@@ -73,6 +90,7 @@ class MeasuringGroup:
         self._placement: PlacementGroup | None = None
         self._free_gpus = 0.0
         self._is_joined = False
+        self.clock_offsets_s: tuple[float, ...] = ()
 
     def __enter__(self) -> Self:
         try:
@@ -115,10 +133,13 @@ class MeasuringGroup:
         self._actors = [
             _Measurer.options(**self._options(rank, device)).remote() for rank, device in enumerate(devices)
         ]
+        deadline_s = time.monotonic() + self._start_timeout_s
         self._each("answer", "starting", self._start_timeout_s)
+        self._compare_clocks()
 
         first = self._nodes[devices[0].node_id]
-        port = self._results({self._actors[0].open_store.remote(first.address): 0}, "opening a port", 30.0)[0]
+        port = self._results({self._actors[0].open_store.remote(first.address): 0}, "opening a port", 10.0)[0]
+        left_s = max(10.0, deadline_s - time.monotonic())
         references = {
             actor.join.remote(
                 rank=rank,
@@ -126,12 +147,62 @@ class MeasuringGroup:
                 node_address=self._nodes[device.node_id].address,
                 store_address=(first.address, port),
                 backend=self.cluster.backend,
+                join_timeout_s=left_s - 2,  # each rank's own error tells more than its silence
                 timeout_s=self._collective_timeout_s,
             ): rank
             for rank, (actor, device) in enumerate(zip(self._actors, devices, strict=True))
         }
-        self._results(references, f"joining the process group at {first.address}:{port}", self._start_timeout_s)
+        try:
+            self._results(references, f"joining the process group at {first.address}:{port}", left_s)
+        except ClusterError as error:
+            cut = self._unreachable_pairs()
+            if not cut:
+                raise
+            raise ClusterError(f"{cut[0]}. So {error.problem}", REACH_REMEDY) from error
         self._is_joined = True
+
+    def _unreachable_pairs(self) -> list[str]:
+        """Which node cannot open a connection to which, in words: every node tries a port of every other one."""
+        heads = self.one_rank_per_node
+        nodes = [self._nodes[self.cluster.devices[rank].node_id] for rank in heads]
+        ports = self._told(
+            [self._actors[rank].listen.remote(node.address) for rank, node in zip(heads, nodes, strict=True)]
+        )
+        targets = {node.address: port for node, port in zip(nodes, ports, strict=True) if port is not None}
+        reports = self._told([self._actors[rank].reach.remote(targets) for rank in heads])
+        return [
+            f"node {node.hostname} ({node.address}) cannot reach {address}: port {targets[address]} was tried, {reason}"
+            for node, report in zip(nodes, reports, strict=True)
+            for address, reason in (report or {}).items()
+        ]
+
+    def _told(self, references: list[Any]) -> list[Any]:
+        """What actors answer within some seconds, None where one does not."""
+        ready = set(ray.wait(references, num_returns=len(references), timeout=LEAVE_TIMEOUT_S)[0])
+        found: list[Any] = []
+        for reference in references:
+            try:
+                found.append(ray.get(reference).value if reference in ready else None)
+            except ray.exceptions.RayError:
+                found.append(None)
+        return found
+
+    def _compare_clocks(self) -> None:
+        """Each rank's clock against the driver's, less what the question may have been under way."""
+        offsets = []
+        for rank, actor in enumerate(self._actors):
+            asked_s = time.time()
+            told_s = self._results({actor.answer.remote(): rank}, "telling the time", 10.0)[0]
+            heard_s = time.time()
+            offsets.append(told_s - (asked_s + heard_s) / 2)
+            if abs(offsets[-1]) - (heard_s - asked_s) / 2 > MOST_CLOCK_OFFSET_S:
+                way = "ahead of" if offsets[-1] > 0 else "behind"
+                raise ClusterError(
+                    f"the clock of {self._where([rank])} is {abs(offsets[-1]):.0f} s {way} the driver's, and "
+                    f"{MOST_CLOCK_OFFSET_S:.0f} s are the most",
+                    CLOCK_REMEDY,
+                )
+        self.clock_offsets_s = tuple(offsets)
 
     def _reserve_gpus(self) -> None:
         """A bundle per device on the device's node. Waits, for Ray may still be taking back what ran before."""
@@ -161,17 +232,23 @@ class MeasuringGroup:
         return self._results(references, doing, timeout_s)
 
     def _results(self, references: dict[Any, int], doing: str, timeout_s: float) -> list[Any]:
-        deadline_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        life = SignsOfLife(self._actors if self._is_joined else [])
         waiting = list(references)
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
-            if not ready:
+            left_s = began_s + timeout_s - time.monotonic()
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, min(_PING_EVERY_S, left_s)))
+            if ready:
+                self._check(ready[0], references[ready[0]], doing, life)
+            elif silent := life.silent_ranks():
+                problem = f"{self._where(silent)} gave no sign of life for {SILENCE_S:.0f} s while {doing}"
+                raise ClusterError(problem, START_REMEDY)
+            elif left_s <= 0:
                 where = self._where(references[reference] for reference in waiting)
                 raise ClusterError(f"{where} gave no answer while {doing}, within {timeout_s:.0f} s", START_REMEDY)
-            self._check(ready[0], references[ready[0]], doing)
         return [outcome.value for outcome in ray.get(list(references))]
 
-    def _check(self, reference: Any, rank: int, doing: str) -> None:
+    def _check(self, reference: Any, rank: int, doing: str, life: "SignsOfLife") -> None:
         """Raises what went wrong on a rank, if its answer tells of an error or cannot come."""
         try:
             outcome = ray.get(reference)
@@ -185,6 +262,9 @@ class MeasuringGroup:
             where = self._where([rank])
             if not self._is_joined:
                 raise ClusterError(f"{where} failed while {doing}: {outcome.error}", START_REMEDY)
+            if silent := life.silent_ranks(wait_s=LEAVE_TIMEOUT_S):  # others fail for want of these
+                problem = f"{self._where(silent)} gave no sign of life while {doing}: {where} has {outcome.error}"
+                raise ClusterError(problem, START_REMEDY)
             failure = WorkerError(rank, f"{doing} on {where} raised {outcome.error}", MEASURE_REMEDY)
             failure.add_note(outcome.traceback)
             raise failure
@@ -217,18 +297,34 @@ class MeasuringGroup:
                 time.sleep(0.1)
 
 
-@ray.remote(max_restarts=0, max_task_retries=0)
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"life": 1})
 class _Measurer:
-    """One rank. Its calls run one after the other."""
+    """One rank. Its calls run one after the other, `answer` beside them."""
 
     def __init__(self) -> None:
-        # As many threads as Ray Train's workers get, so that what is measured here is what training does.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self._store: dist.TCPStore | None = None
 
-    @_answering
-    def answer(self) -> None:
-        """Returns once the actor is up."""
+    @ray.method(concurrency_group="life")  # ray 2.60 does not see it through a decorator below it
+    def answer(self) -> Outcome:
+        """The time by this node's clock, once the actor is up."""
+        return Outcome(value=time.time())
+
+    @ray.method(concurrency_group="life")
+    def listen(self, address: str) -> Outcome:
+        """Opens a port that others may try, on this node's address, and returns it."""
+        self._listener = socket.create_server((address, 0))
+        return Outcome(value=self._listener.getsockname()[1])
+
+    @ray.method(concurrency_group="life")
+    def reach(self, targets: dict[str, int]) -> Outcome:
+        """Tries every address and port for a moment: the addresses that cannot be reached, and why."""
+        failed = {}
+        for address, port in targets.items():
+            try:
+                socket.create_connection((address, port), timeout=_REACH_TIMEOUT_S).close()
+            except OSError as error:
+                failed[address] = error.strerror or "no answer came"
+        return Outcome(value=failed)
 
     @_answering
     def open_store(self, address: str) -> int:
@@ -246,17 +342,20 @@ class _Measurer:
         node_address: str,
         store_address: tuple[str, int],
         backend: str,
+        join_timeout_s: float,
         timeout_s: float,
     ) -> None:
-        timeout = datetime.timedelta(seconds=timeout_s)
+        # As many threads as Ray Train's workers get, so that what is measured here is what training does.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        timeout = datetime.timedelta(seconds=timeout_s)  # gloo keeps the one that it was made with
         if backend == "nccl":
             torch.cuda.set_device(0)  # Ray shows each actor its own GPU alone
             note_context()
         else:
-            interface = interface_of(node_address)
-            if interface is not None:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        store = self._store or dist.TCPStore(*store_address, is_master=False, timeout=timeout)
+            choose_interface(node_address)
+        store = self._store or dist.TCPStore(
+            *store_address, is_master=False, timeout=datetime.timedelta(seconds=join_timeout_s)
+        )
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         dist.barrier()
 
@@ -275,18 +374,3 @@ def _summary(error: BaseException) -> str:
     """An error in a line; Ray's own texts hold whole tracebacks."""
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
     return f"{type(error).__name__}: {first_line.rstrip('.')}"
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an IP address, None where none has it.
-
-    gloo by itself takes the address of the host's name, which often is a loopback that other nodes cannot reach.
-    All of 127.0.0.0/8 is the loopback interface's.
-    """
-    import psutil  # ray carries it, and puts it on the path when ray is imported
-
-    wanted = "127.0.0.1" if address.startswith("127.") else address
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == wanted for entry in entries):
-            return name
-    return None

@@ -5,13 +5,16 @@ and the memory are those of a shallow model. Hooks stand where the trace's stand
 """
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -21,10 +24,11 @@ from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import Structure, find_blocks
 from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling.recorder import BACKWARD, attach_hooks
-from osdp_ray.records.profile import ENTER, EXIT, POST_BACKWARD, PRE_BACKWARD, ComputeCost
+from osdp_ray.records.profile import ENTER, EXIT, POST_BACKWARD, PRE_BACKWARD, ComputeCost, Recompute
 from osdp_ray.workload import Workload
 
-_REPEATS = 5
+_REPEATS, _LEAST_REPEATS = 5, 2
+_LEAST_BATCHES = 2  # a line needs two points
 _Points = list[tuple[int, float]]  # micro-batch, seconds
 _Run = list[tuple[float, float]]  # (forward, backward) seconds by class
 
@@ -49,29 +53,61 @@ class _Stopwatch:
 def measure_compute(
     workload: Workload, structure: Structure, micro_batches: tuple[int, ...], device_type: str, limit_s: float
 ) -> list[ComputeCost]:
-    """One ComputeCost per class, fitted over the micro-batches; stops repeating once `limit_s` is used up."""
+    """One ComputeCost per class, fitted over the micro-batches; all ranks of the default group measure side by side.
+
+    They start every batch together and agree on what the time allows (about `limit_s`), so that what ranks of a node
+    share is shared here as it is in training. The first two micro-batches are always measured.
+    """
     device = torch.device(device_type)
     model, initialisation = build_on_meta(workload)
     blocks = find_blocks(model, user_code.blocks(workload))
-    started = time.perf_counter()
-    rows: dict[int, list[_Run]] = {}
-    selective: dict[int, list[_Run]] = {}
+    rows: dict[Recompute, dict[int, list[_Run]]] = {"none": {}, "selective": {}, "full": {}}
     with stubbed(model, blocks, stand_ins(block_rows(model, blocks))) as stubs:
         initialisation.materialize(model, device, 0, skip=stubs)
-        for micro_batch in micro_batches:
-            if rows and time.perf_counter() - started > limit_s:
+        real = [name for name in blocks if name not in stubs]
+        started = time.perf_counter()
+        for position, micro_batch in enumerate(micro_batches):
+            left_s = limit_s - _agreed(time.perf_counter() - started)
+            if position >= _LEAST_BATCHES and left_s <= 0:
                 break
             batch = next(user_code.batches(workload, 0, 1, micro_batch, 0, 0))
             batch = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
-            runs = [_run_once(workload, model, structure, blocks, stubs, batch, device) for _ in range(_REPEATS + 1)]
-            rows[micro_batch] = runs[1:]
-            with _recomputed(model, [name for name in blocks if name not in stubs]):
-                runs = [
-                    _run_once(workload, model, structure, blocks, stubs, batch, device) for _ in range(_REPEATS + 1)
-                ]
-            selective[micro_batch] = runs[1:]
+            share_s = left_s / (len(micro_batches) - position) / len(rows)
+            for recompute, found in rows.items():
+                with _recomputed(model, real, recompute):
+                    once = functools.partial(_run_once, workload, model, structure, blocks, stubs, batch, device)
+                    found[micro_batch] = _repeated(once, share_s)
     gc.collect()
-    return [_fit(class_index, rows, selective) for class_index in range(len(structure.classes))]
+    return [_fit(class_index, rows) for class_index in range(len(structure.classes))]
+
+
+def _repeated(once: Callable[[], _Run], share_s: float) -> list[_Run]:
+    """A run that warms up, and as many more as fit into the share of time: two to five."""
+    _together()
+    began_s = time.perf_counter()
+    once()
+    warm_s = _agreed(time.perf_counter() - began_s)
+    repeats = max(_LEAST_REPEATS, min(_REPEATS, int(share_s / max(warm_s, 1e-6)) - 1))
+    runs = []
+    for _ in range(repeats):
+        _together()
+        runs.append(once())
+    return runs
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _agreed(seconds: float) -> float:
+    """The largest of all ranks."""
+    if not dist.is_initialized():
+        return seconds
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    agreed = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return float(agreed)
 
 
 def _run_once(
@@ -124,17 +160,23 @@ def _by_class(times: dict[tuple[int, str], float], structure: Structure, real: l
     return results
 
 
-def _fit(class_index: int, rows: dict[int, list[_Run]], selective: dict[int, list[_Run]]) -> ComputeCost:
+def _fit(class_index: int, rows: dict[Recompute, dict[int, list[_Run]]]) -> ComputeCost:
     """The medians over repeats as a line in the micro-batch, neither part below zero."""
-    forward, backward = (
-        [(micro_batch, _median(runs, class_index, direction)) for micro_batch, runs in rows.items()]
-        for direction in (0, 1)
-    )
-    more = [
-        (micro_batch, max(0.0, _median(selective[micro_batch], class_index, 1) - backward_s))
-        for micro_batch, backward_s in backward
-    ]
-    return fit_cost(class_index, forward, backward, more)
+
+    def points(recompute: Recompute, direction: int) -> _Points:
+        return [(micro_batch, _median(runs, class_index, direction)) for micro_batch, runs in rows[recompute].items()]
+
+    backward = points("none", 1)
+    more = {
+        recompute: [
+            (micro_batch, max(0.0, seconds - plain_s))
+            for (micro_batch, seconds), (_, plain_s) in zip(points(recompute, 1), backward, strict=True)
+        ]
+        for recompute in ("selective", "full")
+    }
+    cost = fit_cost(class_index, points("none", 0), backward, more["selective"])
+    full_constant_s, full_slope_s = fit_line(more["full"])
+    return dataclasses.replace(cost, full_constant_s=full_constant_s, full_s_per_sample=full_slope_s)
 
 
 def fit_cost(class_index: int, forward: _Points, backward: _Points, selective: _Points) -> ComputeCost:
@@ -158,11 +200,11 @@ def _median(runs: list[_Run], class_index: int, direction: int) -> float:
 
 
 @contextlib.contextmanager
-def _recomputed(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """Within the context the named blocks recompute selectively."""
-    blocks = [model.get_submodule(name) for name in names]
+def _recomputed(model: nn.Module, names: list[str], recompute: Recompute) -> Iterator[None]:
+    """Within the context the named blocks recompute."""
+    blocks = [model.get_submodule(name) for name in names] if recompute != "none" else []
     for block in blocks:
-        recompute_block(block, "selective")
+        recompute_block(block, recompute)
     try:
         yield
     finally:
@@ -171,15 +213,20 @@ def _recomputed(model: nn.Module, names: list[str]) -> Iterator[None]:
 
 
 def fit_line(points: _Points) -> tuple[float, float]:
-    """Least squares `constant + slope * x` with both at least zero."""
+    """`constant + slope * x`, both at least zero, with the least squares of the errors relative to x: a small batch
+    must be as right, in parts of itself, as a large one."""
     if len(points) == 1:
         return 0.0, max(0.0, points[0][1]) / points[0][0]
-    mean_x = statistics.fmean(x for x, _ in points)
-    mean_y = statistics.fmean(y for _, y in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    weights = [1 / (x * x) for x, _ in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / sum(
+        w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True)
+    )
     constant = mean_y - slope * mean_x
     if slope < 0:
         return max(0.0, mean_y), 0.0
     if constant < 0:
-        return 0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+        return 0.0, statistics.fmean(y / x for x, y in points)
     return constant, slope

@@ -23,7 +23,7 @@ from osdp_ray.profiling.links import COLLECTIVES, free_links, group_members
 from osdp_ray.profiling.optimizer import optimizer_bytes
 from osdp_ray.profiling.trace import trace
 from osdp_ray.profiling.work import SectionWork, Work, operation_bytes
-from osdp_ray.records.hardware import Backend, DeviceSpec, Hardware, LinkSpec
+from osdp_ray.records.hardware import DeviceSpec, Hardware, LinkSpec
 from osdp_ray.records.profile import (
     Collective,
     ComputeCost,
@@ -150,7 +150,6 @@ def estimate_links(hardware: Hardware) -> tuple[LinkCost, ...]:
                 ring_link(
                     kind,
                     collective,
-                    backend=hardware.backend,
                     num_ranks=num_ranks,
                     bytes_per_s=min(rates),
                     hops_s=(num_ranks - 1 - crossings) * inner[1] + crossings * across[1],
@@ -164,7 +163,6 @@ def ring_link(
     group: GroupKind,
     collective: Collective,
     *,
-    backend: Backend,
     num_ranks: int,
     bytes_per_s: float,
     hops_s: float,
@@ -178,10 +176,10 @@ def ring_link(
         all_reduce                   launch + 2 * (hops + (p - 1) / p * n / bytes_per_s)
 
     (Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005, sections 4.1 to 4.3; nccl-tests' doc/PERFORMANCE.md has the same
-    factors; NCCL's own model, src/graph/tuning.cc, counts p - 1 hops of which nodes - 1 leave a node.) gloo's
-    reduce_scatter takes what its all_reduce takes; see profiling.links.
+    factors; NCCL's own model, src/graph/tuning.cc, counts p - 1 hops of which nodes - 1 leave a node.) Over gloo the
+    reduce-scatter is a ring of our own; see modeling.ring.
     """
-    rounds = 2 if collective == "all_reduce" or (collective == "reduce_scatter" and backend == "gloo") else 1
+    rounds = 2 if collective == "all_reduce" else 1
     return LinkCost(
         group=group,
         collective=collective,
@@ -226,6 +224,7 @@ def optimizer_cost(workload: Workload, hardware: Hardware) -> OptimizerCost:
         subject,
         step_s_per_byte=max(moved_per_byte / device.achieved_bytes_per_s for device in hardware.devices),
         step_s_per_tensor=max(launches_per_tensor * device.launch_s for device in hardware.devices),
+        step_constant_s=0.0,
     )
 
 

@@ -5,8 +5,8 @@ at sizes four times apart, the slowest rank counts, and the points are fitted by
 
     seconds = latency_s + num_bytes / bytes_per_s,     latency_s >= 0, bytes_per_s > 0
 
-where num_bytes is the whole (gathered or unreduced) tensor. No collective is derived from another: over gloo a
-reduce-scatter costs as much as an all-reduce, over NCCL as much as a gather.
+where num_bytes is the whole (gathered or unreduced) tensor. No collective is derived from another. Over gloo the
+reduce-scatter is the executor's own ring, since gloo's costs as much as an all-reduce.
 """
 
 import dataclasses
@@ -15,11 +15,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from osdp_ray.modeling.ring import RingReduceScatter
 from osdp_ray.records.profile import Collective, GroupKind, LinkCost
 from osdp_ray.units import KIB, MIB
 
@@ -30,6 +31,7 @@ COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_redu
 SMALLEST_BYTES = 64 * KIB
 LARGEST_BYTES = 64 * MIB
 COPY_BYTES = 8 * MIB
+PAIR_BYTES = 512 * KIB
 MIN_SIZES = 3  # below this many, one disturbed point would be the fit
 FREE_BYTES_PER_S = 1e15  # what no link reaches: the bandwidth where there is no cost, for JSON has no infinity
 
@@ -63,6 +65,7 @@ def measure_links(group: "MeasuringGroup", *, largest_bytes: int, limit_s: float
     links = []
     for (kind, name), seconds in points.items():
         latency_s, bytes_per_s, residual_fraction = fit_link(list(seconds), list(seconds.values()))
+        fitted = {size: latency_s + size / bytes_per_s for size in seconds}
         links.append(
             LinkCost(
                 group=kind,
@@ -70,6 +73,7 @@ def measure_links(group: "MeasuringGroup", *, largest_bytes: int, limit_s: float
                 latency_s=latency_s,
                 bytes_per_s=bytes_per_s,
                 residual_fraction=residual_fraction,
+                residuals=tuple((size, taken_s / fitted[size] - 1) for size, taken_s in seconds.items()),
             )
         )
     return tuple(links)
@@ -84,8 +88,46 @@ def free_links() -> tuple[LinkCost, ...]:
 
 
 def measure_copy(group: "MeasuringGroup") -> float:
-    """Bytes per second at which a device copies an 8 MiB fp32 tensor, all devices at once; the slowest's."""
+    """Bytes per second at which a device copies an 8 MiB fp32 tensor to a new one, all at once; the slowest's."""
     return min(group.run(time_copy))
+
+
+def measure_node_links(group: "MeasuringGroup") -> tuple[float | None, ...]:
+    """Bytes per second of every node's faster link to its neighbours in the ring of nodes; None with a single node.
+
+    A slow node has two slow links and its neighbours one each, so with three nodes or more the faster one tells whose
+    link is slow. Of two nodes nobody can tell which one it is.
+    """
+    heads = group.one_rank_per_node
+    if len(heads) == 1:
+        return (None,)
+    pairs = list(itertools.pairwise(heads)) + ([(heads[-1], heads[0])] if len(heads) > 2 else [])
+    per_rank = group.run(time_pairs, pairs)
+    seconds = [max(per_rank[one][index], per_rank[other][index]) for index, (one, other) in enumerate(pairs)]
+    speeds = [PAIR_BYTES / taken_s for taken_s in seconds]
+    return tuple(max(s for s, pair in zip(speeds, pairs, strict=True) if head in pair) for head in heads)
+
+
+def time_pairs(pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """Seconds of PAIR_BYTES there and of as many back at once, pair after pair; 0 where this rank has no part."""
+    device, rank, found = _device(), dist.get_rank(), []
+    leaving = torch.ones(PAIR_BYTES // 4, device=device)
+    arriving = torch.empty_like(leaving)
+    for pair in pairs:
+        _agree(0.0)
+        if rank not in pair:
+            found.append(0.0)
+            continue
+        other = pair[0] if rank == pair[1] else pair[1]
+
+        def exchange(other: int = other) -> None:
+            works = [dist.P2POp(dist.irecv, arriving, other), dist.P2POp(dist.isend, leaving, other)]
+            for work in dist.batch_isend_irecv(works):
+                work.wait()
+
+        exchange()
+        found.append(statistics.median(_seconds(exchange) for _ in range(3)))
+    return found
 
 
 def group_members(ranks_per_node: Sequence[int]) -> dict[GroupKind, tuple[tuple[int, ...], ...]]:
@@ -151,52 +193,60 @@ def time_collectives(
     timings = []
     for index, (kind, name) in enumerate(cases):
         group = groups[kind]
-        _collective(name, group, SMALLEST_BYTES)[1]()  # the first call opens connections
+        prepared_collective(name, group, SMALLEST_BYTES)[1]()  # the first call opens connections
         share_s = 0.0
         for position, size in enumerate(sizes):
-            num_bytes, call = _collective(name, group, size)
+            num_bytes, call = prepared_collective(name, group, size)
             warm_s, elapsed_s = _agree(_seconds(call), time.perf_counter() - started_s)
             if position == 0:
                 share_s = elapsed_s + max(0.0, limit_s - elapsed_s) / (len(cases) - index)
-            repeats = 5 if elapsed_s + 5 * warm_s < share_s else 2
+            repeats = 7 if elapsed_s + 7 * warm_s < share_s else 3
             timings.append(
                 Timing(
                     group=kind,
                     collective=name,
                     num_bytes=num_bytes,
-                    median_s=statistics.median(_seconds(call) for _ in range(repeats)),
+                    median_s=statistics.median(_together(call) for _ in range(repeats)),
                 )
             )
-            next_s = 3 * warm_s * 4  # the warm-up and two repeats of a tensor four times as large
+            next_s = 4 * warm_s * 4  # the warm-up and three repeats of a tensor four times as large
             if position + 1 >= MIN_SIZES and elapsed_s + repeats * warm_s + next_s > share_s:
                 break
     return timings
 
 
 def time_copy() -> float:
-    """Bytes per second of `copy_` between two fp32 tensors of COPY_BYTES, on the actor's device."""
+    """Bytes per second of `copy_` from an fp32 tensor of COPY_BYTES to a new one, on the actor's device.
+
+    FSDP2 makes its buffers anew each time; on a CPU the pages of large ones are then new as well, and cost more than
+    the copy.
+    """
     source = torch.ones(COPY_BYTES // 4, device=_device())
-    target = torch.empty_like(source)
-    for _ in range(2):
-        target.copy_(source)
-    return COPY_BYTES / statistics.median(_seconds(lambda: target.copy_(source)) for _ in range(10))
+    rows = []
+    for _ in range(10):
+        _agree(0.0)
+        rows.append(_seconds(lambda: torch.empty_like(source).copy_(source)))
+    return COPY_BYTES / statistics.median(rows[2:])
 
 
-def _collective(name: Collective, group: dist.ProcessGroup, num_bytes: int) -> tuple[int, Callable[[], object]]:
+def prepared_collective(name: Collective, group: dist.ProcessGroup, num_bytes: int) -> tuple[int, Callable[[], object]]:
     """The bytes really moved (rounded up to whole fp32 shards), and the call as FSDP2 makes it."""
     num_ranks = group.size()
     shard_numel = -(-num_bytes // (4 * num_ranks))
     numel = shard_numel * num_ranks
     device = _device()
     whole, shard = torch.ones(numel, device=device), torch.ones(shard_numel, device=device)
+    scatter = RingReduceScatter() if dist.get_backend() == "gloo" else _scatter
     calls: dict[Collective, Callable[[], object]] = {
         "all_gather": lambda: dist.all_gather_single(torch.empty_like(whole), shard, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(
-            torch.empty_like(shard), whole, op=dist.ReduceOp.AVG, group=group
-        ),
+        "reduce_scatter": lambda: scatter(torch.empty_like(shard), whole, group, dist.ReduceOp.AVG),
         "all_reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group),
     }
     return numel * 4, calls[name]
+
+
+def _scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    dist.reduce_scatter_single(output, whole, op=op, group=group)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -205,6 +255,12 @@ def _seconds(call: Callable[[], object]) -> float:
     call()
     _synchronize()
     return time.perf_counter() - started_s
+
+
+def _together(call: Callable[[], object]) -> float:
+    """The same where all ranks set out together, as after a section's computing."""
+    _agree(0.0)
+    return _seconds(call)
 
 
 def _agree(*values: float) -> list[float]:

@@ -1,6 +1,8 @@
 """Cluster: the devices that a run may use, node by node, in rank order."""
 
 import dataclasses
+import hashlib
+import json
 from typing import Literal
 
 from osdp_ray.schema import Record, format_table, record
@@ -66,6 +68,13 @@ class Cluster(Record):
     def smallest_memory_bytes(self) -> int:
         """The memory of the smallest device, which rules a plan that is the same on every rank."""
         return min(device.memory_bytes for device in self.devices)
+
+    def hash(self) -> str:
+        """Identifies the hardware: which devices on which hosts, in rank order. Ray's own numbers, which change with
+        every start, and free memory are not in it."""
+        hosts = {node.node_id: (node.hostname, node.address, node.num_cpus) for node in self.nodes}
+        facts = [(*hosts[device.node_id], device.kind, device.index, device.name) for device in self.devices]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def table(self) -> str:
         """The cluster for a terminal, a line per device."""

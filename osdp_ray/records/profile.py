@@ -9,6 +9,7 @@ and backward, each size an affine function of the micro-batch. `costs.simulate_b
 import dataclasses
 from typing import Literal
 
+from osdp_ray.records.nodes import NodeSpeed, node_table, slow_nodes
 from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_seconds
 
@@ -138,7 +139,8 @@ class OptimizerCost:
 
     State is `state_bytes_per_byte` times a parameter's bytes plus `state_bytes_per_tensor`. While stepping it holds
     `step_bytes_per_largest` times the bytes of the largest local parameter and `step_bytes_per_total` times all of
-    them. `step_s_per_byte` is seconds per local parameter byte.
+    them. `step_s_per_byte` is seconds per local parameter byte; `step_constant_s` is what ends every step whatever
+    its parameters: the ranks' agreement on it, and the optimizer's own frame.
     """
 
     state_bytes_per_byte: float
@@ -147,13 +149,14 @@ class OptimizerCost:
     step_bytes_per_total: float
     step_s_per_byte: float
     step_s_per_tensor: float
+    step_constant_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeCost:
     """Seconds of a class's forward and backward: `constant_s + micro_batch * s_per_sample`.
 
-    Recomputation comes on top of backward: `selective` as measured, the whole forward again for 'full'.
+    Recomputation comes on top of backward: `selective` and `full` as measured; where `full` was not, a forward again.
     """
 
     class_index: int
@@ -163,11 +166,17 @@ class ComputeCost:
     backward_s_per_sample: float
     selective_constant_s: float
     selective_s_per_sample: float
+    full_constant_s: float | None = None
+    full_s_per_sample: float | None = None
 
     def recompute_s(self, recompute: Recompute, micro_batch: int) -> float:
+        if recompute == "none":
+            return 0.0
         if recompute == "selective":
             return self.selective_constant_s + self.selective_s_per_sample * micro_batch
-        return self.forward_s(micro_batch) if recompute == "full" else 0.0
+        if self.full_constant_s is None or self.full_s_per_sample is None:
+            return self.forward_s(micro_batch)
+        return self.full_constant_s + self.full_s_per_sample * micro_batch
 
     def forward_s(self, micro_batch: int) -> float:
         return self.forward_constant_s + self.forward_s_per_sample * micro_batch
@@ -177,11 +186,37 @@ class ComputeCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitOverhead:
+    """Seconds that FSDP2 spends on one unit beside its collectives and copies: hooks, views, DTensors made anew.
+
+    Each has a part per unit and one per parameter tensor. `forward_...` before and after its forward, `regather_...`
+    more in backward where it was freed, `backward_...` in backward, the making of gradients included. Units whose
+    parameters are sharded take another way through FSDP2 than replicated ones.
+    """
+
+    is_sharded: bool
+    forward_s: float
+    forward_s_per_tensor: float
+    regather_s: float
+    regather_s_per_tensor: float
+    backward_s: float
+    backward_s_per_tensor: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassOverhead:
+    """Seconds of a micro-batch beside its sections: FSDP2's root (`pass_s`), and making the batch (`sample_s` each)."""
+
+    pass_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkCost:
     """Seconds of one collective on one kind of group: `latency_s + num_bytes / bytes_per_s`.
 
     `num_bytes` is the size of the whole (gathered, or unreduced) tensor. `residual_fraction` is the median distance
-    of the measurements from the fit.
+    of the measurements from the fit; `residuals` are all of them: bytes, and measured over fitted seconds less one.
     """
 
     group: GroupKind
@@ -189,6 +224,7 @@ class LinkCost:
     latency_s: float
     bytes_per_s: float
     residual_fraction: float
+    residuals: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, num_bytes: int) -> float:
         return self.latency_s + num_bytes / self.bytes_per_s
@@ -217,17 +253,18 @@ def start_calibration(device_kind: DeviceKind) -> Calibration:
     return Calibration(reserved_fraction=RESERVED_START_FRACTION if device_kind == "cuda" else 0.0)
 
 
-@record("profile", version=2)
+@record("profile", version=3)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile(Record):
     """Everything `plan` needs to know of a model on a cluster.
 
     `evaluation` are traces of forward passes without gradients, one per class. `overlaps`: its backend communicates
     beside computation (streams), where gloo on CPUs takes turns with it; computing beside a collective then takes
-    `1 + overlap_slowdown_fraction` times as long (0 until that is measured). `context_bytes` and
+    `1 + overlap_slowdown_fraction` times as long (0 in an estimate). `context_bytes` and
     `communicator_bytes` are what the process holds of a device outside the allocator of tensors: driver, kernels and
     libraries; NCCL's buffers. `buffer_scratch_bytes` is the most that is held beside a buffer of the model while it is
-    filled.
+    filled. `unit_overheads` is empty where a GPU computes: the hooks run ahead of it. `nodes` and `cluster_hash` are
+    empty in an estimate.
     """
 
     workload: str
@@ -253,6 +290,10 @@ class Profile(Record):
     context_bytes: int = 0
     communicator_bytes: int = 0
     buffer_scratch_bytes: int = 0
+    unit_overheads: tuple[UnitOverhead, ...] = ()
+    pass_overhead: PassOverhead = PassOverhead()
+    nodes: tuple[NodeSpeed, ...] = ()
+    cluster_hash: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -308,4 +349,8 @@ class Profile(Record):
                 for link in self.links
             ],
         )
-        return f"{operators}\n\n{links}"
+        return "\n\n".join(filter(None, (operators, links, node_table(self.nodes))))
+
+    def slow_nodes(self) -> tuple[str, ...]:
+        """Who is slow and who is small, in sentences; see records.nodes."""
+        return slow_nodes(self.nodes)

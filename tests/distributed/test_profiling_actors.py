@@ -18,7 +18,8 @@ from ray.util.placement_group import placement_group_table
 from osdp_ray.discovery import connect, discover, select_devices
 from osdp_ray.errors import ClusterError, UsageError, WorkerError
 from osdp_ray.profiling.actors import MeasuringGroup
-from osdp_ray.profiling.links import FREE_BYTES_PER_S, measure_copy, measure_links
+from osdp_ray.profiling.links import FREE_BYTES_PER_S, measure_copy, measure_links, measure_node_links
+from osdp_ray.profiling.slowdown import measure_slowdown
 from osdp_ray.records.cluster import Device
 from osdp_ray.units import MIB
 
@@ -129,6 +130,9 @@ def test_every_collective_is_measured_inside_the_nodes_across_them_and_over_the_
         assert 0 < link.seconds(4 * MIB) < 60
         assert link.residual_fraction >= 0
     assert 0 < measure_copy(group) < FREE_BYTES_PER_S
+    assert all(len(link.residuals) >= 3 for link in links)
+    assert all(0 < speed < FREE_BYTES_PER_S for speed in measure_node_links(group))
+    assert 0 <= measure_slowdown(group) < 1000
 
 
 def test_errors_name_the_rank_and_the_node_and_no_actor_stays(ray_cluster, capfd):

@@ -270,6 +270,18 @@ def test_a_resume_in_another_world_that_ends_before_its_plan_leaves_the_run_as_i
     assert world.attempts[-1] == (0, step)  # the first plan, with its own profile
 
 
+def test_a_resume_measures_again_only_where_the_cluster_is_another_one(world, tmp_path):
+    with pytest.raises(Interrupted) as caught:
+        run(world, tmp_path, num_steps=100_000, on_event=interrupt(world, signal.SIGINT, 5))
+    step = caught.value.step
+
+    run(world, tmp_path, num_steps=step + 3, resume=True, budget_bytes=1234)  # plans again, from what was measured
+    assert world.num_profiles == 1
+    world.num_ranks = 1
+    run(world, tmp_path, num_steps=step + 6, resume=True, budget_bytes=1234)
+    assert world.num_profiles == 2
+
+
 def raising(error):
     raise error
 

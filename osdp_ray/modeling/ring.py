@@ -1,0 +1,58 @@
+"""A reduce-scatter over gloo that moves as much as a gather, for FSDP2's custom collectives and for measuring.
+
+gloo's own moves as much as an all-reduce, and works on a copy of the input. This one is a ring: with n ranks, in step
+k = 1 .. n - 1, a rank sends the partial sum of chunk `rank - k` to the next rank, and adds to its chunk `rank - k - 1`
+the one that the rank before sent. So (n - 1) / n of the input leaves every rank, half of what an all-reduce sends.
+Sums build up in the input itself and what arrives lands in the output: nothing is allocated. The order of the ranks
+decides which links are crossed: neighbours in the group are neighbours in the ring, as in gloo's gather.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # torch 2.13
+
+_RING_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+def ring_reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    """Reduces `whole` over the ranks of a group into `output`, this rank's chunk of it. `whole` is used up."""
+    num_ranks, rank = group.size(), group.rank()
+    chunks = whole.view(num_ranks, -1)
+    received = output.view(-1)
+    following = dist.get_global_rank(group, (rank + 1) % num_ranks)
+    before = dist.get_global_rank(group, (rank - 1) % num_ranks)
+    for step in range(1, num_ranks):
+        arriving = dist.irecv(received, before, group=group)
+        leaving = dist.isend(chunks[(rank - step) % num_ranks], following, group=group)
+        assert arriving is not None  # None is for ranks outside of the group
+        assert leaving is not None
+        arriving.wait()
+        chunks[(rank - step - 1) % num_ranks].add_(received)
+        leaving.wait()
+    if op == dist.ReduceOp.AVG:
+        torch.div(chunks[rank], num_ranks, out=received)
+    else:
+        received.copy_(chunks[rank])
+
+
+class RingReduceScatter(ReduceScatter):
+    """The same as FSDP2 wants it. Reductions that are neither sum nor mean go to the backend's own."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if op not in _RING_OPS or async_op or group.size() == 1:
+            return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        ring_reduce_scatter(output_tensor, input_tensor, group, op)
+        return None
