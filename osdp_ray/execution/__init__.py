@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from osdp_ray.execution.options import RAY_FOLDER, TrainOptions
+from osdp_ray.execution.places import absolute
 from osdp_ray.records.cluster import Cluster
 from osdp_ray.records.plan import Plan
 from osdp_ray.workload import Workload
@@ -22,10 +23,14 @@ from osdp_ray.workload import Workload
 __all__ = [
     "TrainOptions",
     "build_on_meta",
+    "check_weights",
     "clip_gradients",
     "execute",
+    "export",
     "latest_save",
+    "list_saves",
     "load",
+    "load_weights",
     "parallelize",
     "read_save",
     "save",
@@ -35,7 +40,11 @@ _HOMES = {
     "parallelize": "osdp_ray.execution.apply",
     "build_on_meta": "osdp_ray.modeling.materialize",
     "clip_gradients": "osdp_ray.execution.clipping",
+    "check_weights": "osdp_ray.execution.weights",
+    "export": "osdp_ray.execution.exports",
+    "load_weights": "osdp_ray.execution.weights",
     "latest_save": "osdp_ray.execution.saves",
+    "list_saves": "osdp_ray.execution.saves",
     "load": "osdp_ray.execution.saves",
     "read_save": "osdp_ray.execution.saves",
     "save": "osdp_ray.execution.saves",
@@ -100,7 +109,7 @@ def execute(
             "run_dir": str(run_dir),
             "hub": hub,
             "plan_index": plan_index,
-            "resume_from": None if resume_from is None else str(Path(resume_from).resolve()),
+            "resume_from": None if resume_from is None else absolute(resume_from),
         },
         scaling_config=_scaling(cluster),
         run_config=ray.train.RunConfig(

@@ -28,12 +28,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from osdp_ray.blame import calling
-from osdp_ray.errors import DivergedError, OsdpError, WorkerError, WorkerMemoryError, WorkloadError
+from osdp_ray.errors import DivergedError, OsdpError, SaveError, WorkerError, WorkerMemoryError, WorkloadError
 from osdp_ray.execution.apply import parallelize
 from osdp_ray.execution.clipping import clip_gradients
 from osdp_ray.execution.finite import is_finite
 from osdp_ray.execution.options import TrainOptions
-from osdp_ray.execution.saves import Save, derive_seed, load, save
+from osdp_ray.execution.random_state import derive_seed, seed_all
+from osdp_ray.execution.save_writing import SaveWriter
+from osdp_ray.execution.saves import Save, load
+from osdp_ray.execution.weights import load_weights
 from osdp_ray.modeling import user_code
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.records.plan import Plan
@@ -130,15 +133,21 @@ class TrainLoop:
         self.scheduler = user_code.build_scheduler(workload, self.optimizer, options.num_steps)
         self.status = torch.zeros(3, device=device)  # sum of losses, stop, replan
         self.step = self.num_samples = self.saved_step = 0
+        self.save_error: SaveError | None = None
         self.first_loss: float | None = None
         self.final_loss: float | None = None
         self.save_path: str | None = None
+        self.writer = SaveWriter(
+            options.saves_to or run_dir, keep=options.saves_kept, in_background=options.async_saves
+        )
 
     def run(self, resume_from: str | None) -> dict[str, Any]:
         """Trains up to the last step, or until the driver's command, and returns the verdict."""
-        torch.manual_seed(derive_seed(self.options.seed, self.rank))  # dropout differs between ranks
+        seed_all(derive_seed(self.options.seed, self.rank))  # dropout differs between ranks
         if resume_from is not None:
             self._resume(resume_from)
+        elif self.options.init_from:
+            load_weights(self.options.init_from, self.model, strict=not self.options.init_partly)
         eval_loss = None
         self.model.train()
         per_round = self.plan.micro_batch * self.num_ranks
@@ -147,7 +156,7 @@ class TrainLoop:
             self.workload, self.rank, self.num_ranks, self.plan.micro_batch, self.options.seed, start
         )
         command = self._first_command()
-        attempt_step = 0
+        attempt_step, may_replan = 0, True
         while not command and self.step < self.options.num_steps:
             attempt_step += 1
             command = self._step(batches, attempt_step)
@@ -156,8 +165,10 @@ class TrainLoop:
                 eval_loss = self._evaluate()
             if self.options.save_every and self.step % self.options.save_every == 0:
                 self._save()
-        if self.step > 0:
-            self._save()
+            if command == "replan" and not (may_replan and self._is_saved()):
+                command, may_replan = "", False  # without a save the next plan has nothing to go on from
+        if self.step > 0 and not self._is_saved() and self.save_error is not None:
+            raise self.save_error
         status = "done" if self.step >= self.options.num_steps else {"stop": "stopped"}.get(command, command)
         return {
             "status": status,
@@ -240,6 +251,8 @@ class TrainLoop:
         return self._common_command(status)
 
     def _diverged(self, problem: str) -> DivergedError:
+        self.writer.wait()
+        self._take_in_saves()
         return DivergedError(self.step, problem, self.save_path or "")
 
     def _micro_batch(self, batches: Iterator[Any], clock: "_Clock") -> None:
@@ -300,9 +313,18 @@ class TrainLoop:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def _is_saved(self) -> bool:
+        """Whether this step's save is committed, once it was tried to its end."""
+        self.writer.wait()
+        self._take_in_saves()
+        if self.saved_step != self.step:
+            self._save()
+            self.writer.wait()
+            self._take_in_saves()
+        return self.saved_step == self.step
+
     def _save(self) -> None:
-        if self.saved_step == self.step:
-            return
+        """Saves, or starts to in the background. A save that fails is told to the driver, and training goes on."""
         self.observer.flush()
         # Waits for all ranks, so that the hub has the samples of all of them.
         if not is_finite(self.parameters, self.optimizer, self.device):
@@ -320,12 +342,22 @@ class TrainLoop:
             first_loss=self.first_loss,
             final_loss=self.final_loss,
             samples=self.observer.undrained() if self.rank == 0 else (),
+            config=self.workload.export_config(),
         )
-        start_s = time.perf_counter()
-        path = save(self.run_dir, facts, self.model, self.optimizer, self.scheduler, keep=self.options.saves_kept)
-        self.saved_step, self.save_path = self.step, str(path)
-        if self.rank == 0:
-            self.observer.note("saved", step=self.step, path=str(path), seconds=time.perf_counter() - start_s)
+        self.writer.start(facts, self.model, self.optimizer, self.scheduler)
+        self._take_in_saves()
+
+    def _take_in_saves(self) -> None:
+        for outcome in self.writer.outcomes():
+            self.save_error = outcome.error
+            facts = {"step": outcome.step, "seconds": outcome.seconds, "stall_s": outcome.stall_s}
+            if outcome.error is None:
+                self.saved_step, self.save_path = outcome.step, str(outcome.path)
+                note = ("saved", facts | {"path": str(outcome.path)})
+            else:
+                note = ("save_failed", facts | {"problem": str(outcome.error)})
+            if self.rank == 0:
+                self.observer.note(note[0], **note[1])
 
 
 class _Clock:

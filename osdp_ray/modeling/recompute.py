@@ -1,11 +1,12 @@
 """Recomputation of a block's activations in backward."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -94,3 +95,20 @@ class _Reuse(TorchDispatchMode):
         if not self.kept or self.kept[0][0] is not function:
             raise RuntimeError(f"recomputation ran {function} where the forward did not: it depends on changing state")
         return self.kept.popleft()[1]
+
+
+def keep_or_reuse(run: Callable[[], torch.Tensor], reuse: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`run()` as one expensive operation, whatever it is made of: kept in forward, and where it is there already,
+    `reuse(output)` in its place. It must not do what is expensive by itself."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):  # torch 2.13
+        if isinstance(mode, _Keep):
+            result = run()
+            mode.kept.append((keep_or_reuse, result.detach()))
+            return result
+        if isinstance(mode, _Reuse):
+            if not mode.kept or mode.kept[0][0] is not keep_or_reuse:
+                raise RuntimeError(
+                    "recomputation ran an operator where the forward did not: it depends on changing state"
+                )
+            return reuse(mode.kept.popleft()[1])
+    return run()
