@@ -53,7 +53,7 @@ def export(
     index = read_index(place)
     check_files(place, index)
     prefix = "model."
-    stored = {n.removeprefix(prefix): s for n, s in index.state_dict_metadata.items() if n.startswith(prefix)}
+    stored = {n.removeprefix(prefix): s for n, s in sorted(index.state_dict_metadata.items()) if n.startswith(prefix)}
     wanted = None if dtype is None else _PRECISIONS[dtype]
     kinds = {name: _kind(str(path), name, tensor.properties.dtype, wanted) for name, tensor in stored.items()}
     shapes = {name: tuple(tensor.size) for name, tensor in stored.items()}
@@ -93,12 +93,16 @@ def export(
 def _kind(path: str, name: str, saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     kind = wanted if wanted is not None and saved.is_floating_point else saved
     if kind not in _DTYPES:
-        raise SaveError(path, f"{name} is of {kind}, which safetensors cannot hold", "Export with --dtype fp32")
+        raise SaveError(
+            path,
+            f"{name} is of {kind}, which safetensors cannot hold",
+            "Take it out of the model, or keep it as another kind",
+        )
     return kind
 
 
 def _groups(shapes: dict[str, tuple[int, ...]], kinds: dict[str, torch.dtype], max_file_bytes: int) -> list[list[str]]:
-    """Tensors by file, in the model's order."""
+    """Tensors by file, in the order of their names."""
     groups: list[list[str]] = [[]]
     group_bytes = 0
     for name, shape in shapes.items():

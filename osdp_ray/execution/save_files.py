@@ -103,7 +103,7 @@ class Place:
             return
         if self.size_bytes(RECORD) is not None:
             self.fs.rm(f"{self.root}/{RECORD}")
-        if self.is_there():
+        if self.fs.exists(self.root):
             self.fs.rm(self.root, recursive=True)
 
 
@@ -185,7 +185,7 @@ def committed(saves: Place) -> list[Place]:
 
 def _all(saves: Place) -> list[Place]:
     found = [Place(saves, name) for name in saves.names() if name.startswith(_PREFIX)]
-    return [place for place in found if place.is_there()]
+    return [place for place in found if saves.fs is not None or place.is_there()]
 
 
 def list_saves(run_dir: str | os.PathLike[str]) -> list[Any]:

@@ -109,7 +109,8 @@ def killed(processes, told, rng, num_steps):
 @pytest.fixture(scope="module")
 def server():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor", "osdp_ray.execution.save_writing", __name__])
+    torch_parts = ("torch.distributed.checkpoint", "torch.distributed.tensor")
+    context.set_forkserver_preload([*torch_parts, "osdp_ray.execution.save_writing", __name__])
     return context
 
 
