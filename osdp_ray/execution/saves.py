@@ -9,12 +9,14 @@ own names and whole shapes; every rank writes pieces that it holds (save_tensors
 before it is committed (save_files), so that a kill at any moment leaves the saves before it whole.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -177,7 +179,8 @@ def write(
     try:
         if not _on_first_rank(prepare, target, group):
             planner = PieceWriter(taken.pieces, taken.shapes)
-            dcp.save({}, storage_writer=writer_to(unfinished), planner=planner, process_group=group)
+            with _quiet():
+                dcp.save({}, storage_writer=writer_to(unfinished), planner=planner, process_group=group)
             _on_first_rank(finish, target, group)
     except (dcp.CheckpointException, SaveError) as error:
         if _rank() == 0:  # what was written of it would stand in the way of the next one on a full disk
@@ -240,9 +243,21 @@ def load(
 def fill(place: Place, index: Any, wholes: Wholes) -> None:
     """Reads the regions of tensors that this rank has; all ranks call it. Raises SaveError where it cannot."""
     try:
-        dcp.load(dict.fromkeys(wholes), storage_reader=SafeReader(place, index), planner=RegionLoader(wholes))
+        with _quiet():
+            dcp.load(dict.fromkeys(wholes), storage_reader=SafeReader(place, index), planner=RegionLoader(wholes))
     except (dcp.CheckpointException, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise SaveError(str(place), f"its tensors cannot be read ({reason(error)})", OTHER_SAVE) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's word that one process is alone; not in a thread beside others, whose warnings it would take."""
+    if dist.is_initialized():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def reason(error: BaseException) -> str:

@@ -212,9 +212,7 @@ def test_the_save_of_a_newer_release_is_told_from_a_damaged_one_and_that_of_an_o
     place.write("save.json", json.dumps(values | {"schema_version": 1}).encode())
     assert (read_save(where).num_samples, loaded(where)) == (9, {4.0})
     place.write("save.json", json.dumps(values | {"schema_version": 99, "later": 1}).encode())
-    with pytest.raises(
-        SaveError, match=r"a newer release made it: its schema_version is 99,.* up to 2\. Install"
-    ):
+    with pytest.raises(SaveError, match=r"a newer release made it: its schema_version is 99,.* up to 2\. Install"):
         read_save(where)
     place.write("save.json", b"{")
     with pytest.raises(SaveError, match=r"its save.json is damaged .*Delete this folder"):
