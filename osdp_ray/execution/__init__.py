@@ -21,6 +21,8 @@ from osdp_ray.records.plan import Plan
 from osdp_ray.workload import Workload
 
 __all__ = [
+    "Save",
+    "SaveWriter",
     "TrainOptions",
     "build_on_meta",
     "check_weights",
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Save": "osdp_ray.execution.saves",
+    "SaveWriter": "osdp_ray.execution.save_writing",
     "parallelize": "osdp_ray.execution.apply",
     "build_on_meta": "osdp_ray.modeling.materialize",
     "clip_gradients": "osdp_ray.execution.clipping",
@@ -79,9 +83,9 @@ def execute(
 
     The verdict is `{"status": "done" | "stopped" | "replan", "step", "save", "first_loss", "final_loss",
     "eval_loss"}`. `hub` is an `observation.HubClient`: workers push what they measure to it and hear commands from
-    it. Saves go to `run_dir`, which all nodes must share. Raises WorkerMemoryError where a worker ran out of memory,
-    the OsdpError that a worker raised, and WorkerError for every other failure. Nothing is retried: the same plan
-    would run out of memory again, and a lost worker needs another one.
+    it. Saves go to `run_dir`, which all nodes must share, or to `options.saves_to`. Raises WorkerMemoryError where a
+    worker ran out of memory, the OsdpError that a worker raised, and WorkerError for every other failure. Nothing is
+    retried: the same plan would run out of memory again, and a lost worker needs another one.
     """
     import ray.cloudpickle
     import ray.train

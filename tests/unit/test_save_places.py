@@ -1,6 +1,7 @@
 """Saves at URLs: fsspec's and pyarrow's filesystems, committed by the record that is written last."""
 
 import json
+import pickle
 import threading
 
 import fsspec
@@ -8,10 +9,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from osdp_ray.errors import SaveError, UsageError
 from osdp_ray.execution.exports import export
 from osdp_ray.execution.save_files import Place
+from osdp_ray.execution.save_index import read_index
 from osdp_ray.execution.save_writing import SaveWriter
 from osdp_ray.execution.saves import Save, latest_save, list_saves, load, read_save, save
 from osdp_ray.execution.weights import load_weights
@@ -217,3 +220,43 @@ def test_the_save_of_a_newer_release_is_told_from_a_damaged_one_and_that_of_an_o
     place.write("save.json", b"{")
     with pytest.raises(SaveError, match=r"its save.json is damaged .*Delete this folder"):
         read_save(where)
+
+
+def test_an_index_that_lacks_elements_or_points_outside_or_lists_more_than_tensors_is_refused():
+    where = save("memory://run", Save(step=4), *build(4.0))
+    place = Place(where)
+    index = read_index(place)
+
+    def refused(match):
+        place.write(".metadata", pickle.dumps(index))
+        with pytest.raises(SaveError, match=match):
+            loaded(where)
+
+    chunks = index.state_dict_metadata["model.weight"].chunks
+    removed = chunks.pop()
+    refused(r"it has 0 of the 15 elements of model.weight.*Delete this folder")
+    chunks.append(removed)
+    stored = next(iter(index.storage_data.values()))
+    stored.relative_path = "../../secret"
+    refused(r"its index names the file '../../secret' outside of it.*Delete this folder")
+    index.state_dict_metadata["more"] = BytesStorageMetadata()
+    refused(r"its index .metadata lists more than tensors.*Delete this folder")
+
+
+def test_a_record_that_cannot_be_read_is_told_with_the_reason(tmp_path):
+    where = save(tmp_path, Save(step=4), *build(4.0))
+    (where / "save.json").unlink()
+    (where / "save.json").mkdir()
+    with pytest.raises(SaveError, match=r"its save.json cannot be read \(.*directory.*Delete this folder"):
+        read_save(where)
+
+
+def test_an_old_save_that_cannot_be_deleted_fails_nothing(tmp_path, monkeypatch, caplog):
+    def keeps(path):
+        raise OSError(13, "Permission denied")
+
+    save(tmp_path, Save(step=1), *build(1.0), keep=1)
+    monkeypatch.setattr("osdp_ray.execution.save_files.shutil.rmtree", keeps)
+    where = save(tmp_path, Save(step=2), *build(2.0), keep=1)
+    assert "step-00000001 cannot be deleted ([Errno 13] Permission denied)" in caplog.text
+    assert list_saves(tmp_path) == [where]
