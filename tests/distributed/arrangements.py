@@ -45,10 +45,13 @@ MODELS = {
     "gpt-bf16": lambda: GPT(layers=1, hidden=16, heads=2, sequence=8, vocabulary=21).bfloat16(),
     "gpt-large": lambda: GPT(layers=1, hidden=64, heads=2, sequence=8, vocabulary=300),
 }
-OPTIMIZERS = {
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "adamw-amsgrad": lambda parameters: torch.optim.AdamW(parameters, foreach=True, amsgrad=True),
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+OPTIMIZERS = {  # with the tensors that each keeps of a parameter, a step count aside
+    "adamw-fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), ("exp_avg", "exp_avg_sq")),
+    "adamw-amsgrad": (
+        lambda parameters: torch.optim.AdamW(parameters, foreach=True, amsgrad=True),
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    ),
+    "sgd-momentum": (lambda parameters: torch.optim.SGD(parameters, momentum=0.9), ("momentum_buffer",)),
 }
 
 
@@ -83,14 +86,14 @@ def arrange(model, rng, *, splits=True):
     return model
 
 
-def optimizer_of(model, kind):
-    """An optimizer with state: after one step along gradients of nothing."""
+def optimizer_of(model, kind, *, has_state):
+    """An optimizer, with state as its first step makes it (which takes DTensors a second to learn) or none yet."""
+    build, keys = OPTIMIZERS[kind]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = OPTIMIZERS[kind](trained)
-    for parameter in trained:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer = build(trained)
+    for parameter in trained if has_state else ():
+        state = {key: torch.zeros_like(parameter, requires_grad=False) for key in keys}
+        optimizer.state[parameter] = ({"step": torch.tensor(0.0)} if kind != "sgd-momentum" else {}) | state
     return optimizer
 
 
