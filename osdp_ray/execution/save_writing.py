@@ -34,11 +34,25 @@ class Outcome:
     seconds: float
     stall_s: float
 
+    @property
+    def note(self) -> tuple[str, dict[str, Any]]:
+        """What the driver is told: 'saved' or 'save_failed', and the facts."""
+        facts = {"step": self.step, "seconds": self.seconds, "stall_s": self.stall_s}
+        if self.error is None:
+            return "saved", facts | {"path": str(self.path)}
+        return "save_failed", facts | {"problem": str(self.error)}
+
 
 class SaveWriter:
-    """Writes the saves of one run. Every rank has one and calls the same methods in the same order."""
+    """Writes the saves of one run. Every rank has one and calls the same methods in the same order.
+
+    `step` and `path` are those of the newest committed save (which a run that goes on sets at its start), `error` says
+    why a later one failed; all as of the last call of `outcomes`.
+    """
 
     def __init__(self, run_dir: str | os.PathLike[str], *, keep: int, in_background: bool) -> None:
+        self.step, self.path = 0, ""
+        self.error: SaveError | None = None
         self._run_dir, self._keep, self._in_background = run_dir, keep, in_background
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -74,6 +88,10 @@ class SaveWriter:
     def outcomes(self) -> list[Outcome]:
         """The saves that have ended since the last call."""
         ended, self._outcomes = self._outcomes, []
+        for outcome in ended:
+            self.error = outcome.error
+            if outcome.error is None:
+                self.step, self.path = outcome.step, str(outcome.path)
         return ended
 
     def _write(self, taken: Snapshot, start_s: float, stall_s: float | None) -> None:

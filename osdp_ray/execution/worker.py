@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from osdp_ray.blame import calling
-from osdp_ray.errors import DivergedError, OsdpError, SaveError, WorkerError, WorkerMemoryError, WorkloadError
+from osdp_ray.errors import DivergedError, OsdpError, WorkerError, WorkerMemoryError, WorkloadError
 from osdp_ray.execution.apply import parallelize
 from osdp_ray.execution.clipping import clip_gradients
 from osdp_ray.execution.finite import is_finite
@@ -132,11 +132,9 @@ class TrainLoop:
         self.optimizer = user_code.build_optimizer(workload, self.parameters)
         self.scheduler = user_code.build_scheduler(workload, self.optimizer, options.num_steps)
         self.status = torch.zeros(3, device=device)  # sum of losses, stop, replan
-        self.step = self.num_samples = self.saved_step = 0
-        self.save_error: SaveError | None = None
+        self.step = self.num_samples = 0
         self.first_loss: float | None = None
         self.final_loss: float | None = None
-        self.save_path: str | None = None
         self.writer = SaveWriter(
             options.saves_to or run_dir, keep=options.saves_kept, in_background=options.async_saves
         )
@@ -167,13 +165,13 @@ class TrainLoop:
                 self._save()
             if command == "replan" and not (may_replan and self._is_saved()):
                 command, may_replan = "", False  # without a save the next plan has nothing to go on from
-        if self.step > 0 and not self._is_saved() and self.save_error is not None:
-            raise self.save_error
+        if self.step > 0 and not self._is_saved() and self.writer.error is not None:
+            raise self.writer.error
         status = "done" if self.step >= self.options.num_steps else {"stop": "stopped"}.get(command, command)
         return {
             "status": status,
             "step": self.step,
-            "save": self.save_path,
+            "save": self.writer.path or None,
             "first_loss": self.first_loss,
             "final_loss": self.final_loss,
             "eval_loss": eval_loss,
@@ -181,8 +179,8 @@ class TrainLoop:
 
     def _resume(self, path: str) -> None:
         facts = load(path, self.model, self.optimizer, self.scheduler, workload_hash=self.workload_hash)
-        self.step = self.saved_step = facts.step
-        self.num_samples, self.save_path = facts.num_samples, path
+        self.step, self.num_samples = facts.step, facts.num_samples
+        self.writer.step, self.writer.path = facts.step, path
         self.first_loss, self.final_loss = facts.first_loss, facts.final_loss
 
     def _first_command(self) -> str:
@@ -251,9 +249,8 @@ class TrainLoop:
         return self._common_command(status)
 
     def _diverged(self, problem: str) -> DivergedError:
-        self.writer.wait()
-        self._take_in_saves()
-        return DivergedError(self.step, problem, self.save_path or "")
+        self._settle_saves()
+        return DivergedError(self.step, problem, self.writer.path)
 
     def _micro_batch(self, batches: Iterator[Any], clock: "_Clock") -> None:
         batch = to_device(next(batches), self.device)
@@ -315,13 +312,15 @@ class TrainLoop:
 
     def _is_saved(self) -> bool:
         """Whether this step's save is committed, once it was tried to its end."""
-        self.writer.wait()
-        self._take_in_saves()
-        if self.saved_step != self.step:
+        self._settle_saves()
+        if self.writer.step != self.step:
             self._save()
-            self.writer.wait()
-            self._take_in_saves()
-        return self.saved_step == self.step
+            self._settle_saves()
+        return self.writer.step == self.step
+
+    def _settle_saves(self) -> None:
+        self.writer.wait()
+        self._tell_of_saves()
 
     def _save(self) -> None:
         """Saves, or starts to in the background. A save that fails is told to the driver, and training goes on."""
@@ -345,19 +344,13 @@ class TrainLoop:
             config=self.workload.export_config(),
         )
         self.writer.start(facts, self.model, self.optimizer, self.scheduler)
-        self._take_in_saves()
+        self._tell_of_saves()
 
-    def _take_in_saves(self) -> None:
+    def _tell_of_saves(self) -> None:
         for outcome in self.writer.outcomes():
-            self.save_error = outcome.error
-            facts = {"step": outcome.step, "seconds": outcome.seconds, "stall_s": outcome.stall_s}
-            if outcome.error is None:
-                self.saved_step, self.save_path = outcome.step, str(outcome.path)
-                note = ("saved", facts | {"path": str(outcome.path)})
-            else:
-                note = ("save_failed", facts | {"problem": str(outcome.error)})
             if self.rank == 0:
-                self.observer.note(note[0], **note[1])
+                kind, facts = outcome.note
+                self.observer.note(kind, **facts)
 
 
 class _Clock:
