@@ -36,9 +36,9 @@ ACTIONS = ("save", "load", "stall")
 
 def main() -> None:
     flags = parse_flags(__doc__ or "")
-    size = {"layers": 4, "hidden": 256} if flags.quick else {"layers": 8, "hidden": 512}
+    size = {"layers": 4, "hidden": 256}
     worlds = (2,) if flags.quick else (2, 4)
-    num_rounds = 3 if flags.quick else 9
+    num_rounds = 3 if flags.quick else 7
     figures = {f"{num}_ranks": compare_saves(num_ranks=num, num_rounds=num_rounds, **size) for num in worlds}
     rows = []
     for world, found in figures.items():
