@@ -90,25 +90,28 @@ class _Reuse(TorchDispatchMode):
         self.kept = kept
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if function not in _EXPENSIVE:
-            return function(*args, **(kwargs or {}))
+        return self.take(function) if function in _EXPENSIVE else function(*args, **(kwargs or {}))
+
+    def take(self, function: Any) -> Any:
+        """What was kept of an operation, which must be the next one."""
         if not self.kept or self.kept[0][0] is not function:
             raise RuntimeError(f"recomputation ran {function} where the forward did not: it depends on changing state")
         return self.kept.popleft()[1]
 
 
-def keep_or_reuse(run: Callable[[], torch.Tensor], reuse: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`run()` as one expensive operation, whatever it is made of: kept in forward, and where it is there already,
-    `reuse(output)` in its place. It must not do what is expensive by itself."""
+def keep_or_reuse(
+    run: Callable[[], torch.Tensor],
+    save: Callable[[], torch.Tensor],
+    give: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`run()` as one expensive operation, whatever it is made of: its output is kept in forward, and where it is there
+    already, `give(save(), output)` takes its place. `save` does what backward needs; torch may stop there."""
     for mode in reversed(_get_current_dispatch_mode_stack()):  # torch 2.13
         if isinstance(mode, _Keep):
             result = run()
             mode.kept.append((keep_or_reuse, result.detach()))
             return result
         if isinstance(mode, _Reuse):
-            if not mode.kept or mode.kept[0][0] is not keep_or_reuse:
-                raise RuntimeError(
-                    "recomputation ran an operator where the forward did not: it depends on changing state"
-                )
-            return reuse(mode.kept.popleft()[1])
+            saved = save()
+            return give(saved, mode.take(keep_or_reuse))
     return run()

@@ -13,7 +13,9 @@ for a gradient among its arguments: that is `token`, which has no elements. What
 once, by the first slice, before anything is computed: where an operator is recomputed, that is where torch stops.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +55,42 @@ def is_splittable(module: nn.Module) -> bool:
     }
 
 
+@contextlib.contextmanager
+def watch_weights(model: nn.Module) -> Iterator[set[str]]:
+    """Within the context, gathers the paths of operators whose weight or bias anyone but their own forward reads.
+
+    Slices have none to show.
+    """
+    read: set[str] = set()
+    running: list[nn.Module] = []
+    changed = []
+    for path, module in model.named_modules():
+        if is_splittable(module):
+            changed.append((module, type(module)))
+            module.__class__ = _watched(type(module), path, read, running)
+    try:
+        yield read
+    finally:
+        for module, kind in changed:
+            module.__class__ = kind
+
+
+def _watched(kind: type, path: str, read: set[str], running: list[nn.Module]) -> type:
+    def look_up(self: nn.Module, name: str) -> Any:
+        if name in ("weight", "bias") and self not in running:
+            read.add(path)
+        return kind.__getattr__(self, name)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running.append(self)
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            running.remove(self)
+
+    return type(kind.__name__, (kind,), {"__getattr__": look_up, "forward": forward, "__module__": kind.__module__})
+
+
 def split_operator(model: nn.Module, path: str, num_slices: int) -> None:
     """Puts a SplitOperator in the place of a module of the model.
 
@@ -90,7 +128,7 @@ class SplitOperator(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_expensive:
             return self._run(x)
-        return keep_or_reuse(lambda: self._run(x), lambda kept: self._reused(x, kept))
+        return keep_or_reuse(lambda: self._run(x), lambda: self._saved_anew(x), _Given.apply)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         work, token = _Work(), self._token(x)
@@ -99,13 +137,10 @@ class SplitOperator(nn.Module):
         work.x = work.out = None
         return out.view(*self._leading(x), self.out_features)
 
-    def _reused(self, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """The output that was kept, in the place of the computation: backward's input is saved anew, no more."""
+    def _saved_anew(self, x: torch.Tensor) -> torch.Tensor:
+        """The token of a run whose output is there already: all that it does is to save backward's input."""
         token = self._token(x)
-        if token.requires_grad:
-            first = self.slices[0]
-            token = _Save.apply(token, first.saved(self._flat(x)))
-        return _Given.apply(token, kept)
+        return _Save.apply(token, self.slices[0].saved(self._flat(x))) if token.requires_grad else token
 
     def _token(self, x: torch.Tensor) -> torch.Tensor:
         trains = any(parameter.requires_grad for parameter in self.parameters())
@@ -330,14 +365,14 @@ class _Add(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         part, work = ctx.part, ctx.work
         grad_x = grad_weight = grad_bias = None
+        if work.x is None:  # recomputation happens here, before anything is allocated, and gives it once
+            (work.x,) = work.saved.saved_tensors
         if work.wants_grad_x:
             is_first = work.grad_x is None
             if is_first:
                 work.grad_x = grad.new_empty(grad.shape[0], part.of.in_features)
             part.of.add_grad_x(part, grad, work.grad_x, is_first=is_first)
         if ctx.needs_input_grad[3]:
-            if work.x is None:
-                (work.x,) = work.saved.saved_tensors  # recomputation gives it once
             grad_weight = part.of.grad_weight(part, grad, work.x)
         if ctx.needs_input_grad[4]:
             grad_bias = grad.sum(0)
