@@ -1,5 +1,5 @@
-"""Models under random arrangements, by hand: operators split or whole, each unit on a mesh of its own choice; and known
-values for every tensor of model and optimizer, so that what a save holds is compared with something it never saw."""
+"""Models under random arrangements, by plans and by hand: operators split or whole, each unit on a mesh of its own; and
+known values for every tensor of model and optimizer, so that what a save holds is compared with what it never saw."""
 
 import functools
 import zlib
@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from osdp_ray.costs import divides
 from osdp_ray.modeling.splitting import is_splittable, slices_of, split_operator
+from osdp_ray.modeling.structure import build_structure
+from osdp_ray.planning.choices import CHOICES, CHOICES_OF_NODES, group_units
+from osdp_ray.records.plan import Plan, Prediction, SectionPlan, SolverReport, slice_name
 from osdp_ray.workloads.gpt import GPT
 
 STEP = 7.0
@@ -65,7 +69,7 @@ def mesh(kind):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def arrange(model, rng, *, splits=True):
+def arrange(model, rng):
     """Splits operators and shards units at random, in place; alone a model is only split."""
     uses = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -73,7 +77,7 @@ def arrange(model, rng, *, splits=True):
     tied = {name.rpartition(".")[0] for names in uses.values() if len(names) > 1 for name in names}
     for path, module in list(model.named_modules()):
         count = rng.choice((1, 2, 4))
-        if splits and path not in tied and count > 1 and is_splittable(module) and not module.weight.shape[1] % count:
+        if path not in tied and count > 1 and is_splittable(module) and not module.weight.shape[1] % count:
             split_operator(model, path, count)
     if not dist.is_initialized():
         return model
@@ -84,6 +88,43 @@ def arrange(model, rng, *, splits=True):
             fully_shard(module, mesh=mesh(rng.choice(palette)), reshard_after_forward=rng.random() < 0.5)
     fully_shard(model, mesh=mesh(rng.choice(palette)))
     return model
+
+
+def random_plan(model, rng, ranks_per_node):
+    """A plan for a GPT with a choice per operator and per slice; most operators that can be are split."""
+    blocks = tuple(f"blocks.{index}" for index in range(len(model.blocks)))
+    structure = build_structure(model, blocks, [name for name, _ in model.named_modules()])
+    palette = CHOICES if len(ranks_per_node) == 1 else CHOICES_OF_NODES
+    sections = []
+    for section in structure.sections:
+        section_class = structure.classes[section.class_index]
+        choices = {}
+        for index, operator in enumerate(section_class.operators):
+            count = rng.choice((1, 2, 4))
+            is_split = operator.can_split and len(operator.modules) == 1 and divides(section_class, index, count)
+            names = [slice_name(operator.name, part, count) for part in range(count)]
+            for name in names if count > 1 and is_split else [operator.name]:
+                choices[name] = rng.choice(palette)
+        units = group_units(section_class, choices)
+        sections.append(SectionPlan(name=section.name, is_block=section_class.is_block, recompute="none", units=units))
+    nothing = Prediction(
+        peak_bytes=1, persistent_bytes=1, peak_by_phase={}, step_s=1.0, step_s_by_phase={}, samples_per_s=1.0
+    )
+    return Plan(
+        workload="gpt",
+        workload_hash="0" * 16,
+        ranks_per_node=ranks_per_node,
+        precision="fp32",
+        synchronise="every",
+        budget_bytes=1,
+        global_batch=sum(ranks_per_node),
+        micro_batch=1,
+        accumulation=1,
+        sections=tuple(sections),
+        prediction=nothing,
+        alternatives=(),
+        solver=SolverReport(solver="hand", status="feasible", gap_fraction=0.0, num_solves=0, num_cuts=0),
+    )
 
 
 def optimizer_of(model, kind, *, has_state):

@@ -15,25 +15,42 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemReader
 
 from osdp_ray.execution import save_tensors
+from osdp_ray.execution.apply import parallelize
 from osdp_ray.execution.saves import Save, latest_save, load, save
-from tests.distributed.arrangements import MODELS, OPTIMIZERS, arrange, differences, fill_with_known, optimizer_of
+from osdp_ray.planning.choices import CHOICES_OF_NODES
+from tests.distributed.arrangements import (
+    MODELS,
+    OPTIMIZERS,
+    arrange,
+    differences,
+    fill_with_known,
+    optimizer_of,
+    random_plan,
+)
 from tests.oracle import events_of
 
-NUM_CASES = 32
+NUM_CASES = 34
+PLANNED = (1, 2, 4)  # of the models, those that are arranged by plans; all others by hand
 SMALL_PIECE_BYTES = 2048
 
 
 def cases():
-    """(number, model, optimizer, whether operators are split, whether pieces are small) of every case."""
+    """(number, model, optimizer, whether by a plan, whether pieces are small) of every case."""
     rng = random.Random(3)
     names = list(MODELS)
     for number in range(NUM_CASES):
-        yield number, names[number % len(names)], rng.choice(list(OPTIMIZERS)), number % 4 > 0, number % 2 == 0
+        yield number, names[number % len(names)], rng.choice(list(OPTIMIZERS)), number % 5 in PLANNED, number % 2 == 0
 
 
-def built(name, kind, *, seed, splits, has_state):
+def built(name, kind, *, seed, is_planned, has_state):
     torch.manual_seed(seed)
-    model = arrange(MODELS[name](), random.Random(seed), splits=splits)
+    model, rng = MODELS[name](), random.Random(seed)
+    if is_planned and dist.is_initialized():
+        num_ranks = dist.get_world_size()
+        nodes = (2, num_ranks // 2) if num_ranks > 2 else (num_ranks,)
+        parallelize(model, random_plan(model, rng, nodes), device_type="cpu")
+    else:
+        arrange(model, rng)
     return model, optimizer_of(model, kind, has_state=has_state)
 
 
@@ -41,9 +58,9 @@ def save_all(rank, num_ranks, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
     whole_bytes = save_tensors.MAX_PIECE_BYTES
-    for number, name, kind, splits, is_small in cases():
+    for number, name, kind, is_planned, is_small in cases():
         save_tensors.MAX_PIECE_BYTES = SMALL_PIECE_BYTES if is_small else whole_bytes
-        model, optimizer = built(name, kind, seed=number, splits=splits, has_state=True)
+        model, optimizer = built(name, kind, seed=number, is_planned=is_planned, has_state=True)
         fill_with_known(model, optimizer)
         save(f"{folder}/{number}", Save(step=1, workload=name), model, optimizer)
     dist.destroy_process_group()
@@ -52,8 +69,8 @@ def save_all(rank, num_ranks, port, folder):
 def load_all(folder):
     """Case -> what differs after loading under another arrangement, and how many tensors there are."""
     found = {}
-    for number, name, kind, splits, _ in cases():
-        model, optimizer = built(name, kind, seed=1000 + number, splits=splits, has_state=False)
+    for number, name, kind, is_planned, _ in cases():
+        model, optimizer = built(name, kind, seed=1000 + number, is_planned=is_planned, has_state=False)
         load(latest_save(f"{folder}/{number}"), model, optimizer)
         found[number] = differences(model, optimizer)
     return found
@@ -80,6 +97,17 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     spawn(save_all, 4, str(folder))
     return folder
+
+
+def test_plans_of_the_cases_split_operators_and_mix_choices():
+    plans = [
+        random_plan(MODELS[name](), random.Random(number), (2, 2))
+        for number, name, _, is_planned, _ in cases()
+        if is_planned
+    ]
+    units = [unit for plan in plans for section in plan.sections for unit in section.units]
+    assert sum(any(section.splits for section in plan.sections) for plan in plans) > 10
+    assert {unit.choice for unit in units} == set(CHOICES_OF_NODES)
 
 
 def test_what_four_ranks_save_two_ranks_read_bit_for_bit_whatever_the_arrangement(saved):
@@ -122,8 +150,8 @@ def test_no_element_is_written_twice_and_no_piece_is_larger_than_asked_for(saved
 
 
 def test_loading_holds_no_more_than_a_piece_beside_what_it_fills(saved):
-    number, name, kind, splits, _ = next(case for case in cases() if case[1] == "gpt-large" and case[4])
-    model, optimizer = built(name, kind, seed=5, splits=splits, has_state=False)
+    number, name, kind, is_planned, _ = next(case for case in cases() if case[1] == "gpt-large" and case[4])
+    model, optimizer = built(name, kind, seed=5, is_planned=is_planned, has_state=False)
     events = events_of(lambda: load(latest_save(saved / str(number)), model, optimizer))
     level = highest = 0
     for size in events:
