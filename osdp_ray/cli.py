@@ -1,7 +1,8 @@
-"""The command line: osdp discover | profile | plan | explain | diff | train. Every verb reads the earlier one's file.
+"""The command line: osdp discover | profile | plan | explain | diff | train | export.
 
-Records go to `--out`, tables (or JSON with `--json`) to standard output, progress and errors to standard error. What a
-user can mend is one line and exit code 2; a run stopped by a signal exits with 128 + its number.
+Every verb reads the earlier one's file. Records go to `--out`, tables (or JSON with `--json`) to standard output,
+progress and errors to standard error. What a user can mend is one line and exit code 2; a run stopped by a signal exits
+with 128 + its number.
 """
 
 import argparse
@@ -101,6 +102,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_cluster_flags(train)
     add_train_flags(train)
     train.add_argument("--json", action="store_true", help="print the summary as JSON, and nothing else")
+
+    export = verbs.add_parser("export", help="a save's model as safetensors that from_pretrained reads")
+    export.add_argument("save", help="a save, or the folder (or --saves-to) of a run, for its newest one")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write to")
+    export.add_argument("--max-file-size", type=size, default=parse_bytes("5GiB"), help="of one file (default: 5GiB)")
+    export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the numbers; default: as in the save")
     return parser
 
 
@@ -112,6 +119,11 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: 300)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="0: at the end only (default)")
+    parser.add_argument("--keep-saves", type=int, default=2, metavar="N", help="the newest N stay (default: 2)")
+    parser.add_argument("--async-saves", action="store_true", help="train on while a save is written from a copy")
+    parser.add_argument("--saves-to", default="", metavar="DIR|URL", help="saves go there (s3://, ...), not to --out")
+    parser.add_argument("--init-from", default="", metavar="PATH", help="start from safetensors, or a save's model")
+    parser.add_argument("--init-partly", action="store_true", help="take those weights only that both sides have")
     parser.add_argument("--resume", action="store_true", help="go on from the newest save in --out")
     parser.add_argument("--compile", action="store_true", help="run blocks through torch.compile")
     parser.add_argument("--max-replans", type=int, default=2, help="0: keep the first plan (default: 2)")
@@ -155,6 +167,7 @@ def _dispatch(options: argparse.Namespace) -> int:
         "explain": _explain,
         "diff": _diff,
         "train": _train,
+        "export": _export,
     }
     return verbs[options.verb](options)
 
@@ -317,6 +330,11 @@ def train(workload: Any, options: argparse.Namespace, *, quiet: bool = False) ->
             seed=options.seed,
             save_every=options.save_every,
             compiles=options.compile,
+            saves_kept=options.keep_saves,
+            async_saves=options.async_saves,
+            saves_to=options.saves_to,
+            init_from=options.init_from,
+            init_partly=options.init_partly,
             resume=options.resume,
             address=options.address,
             max_replans=options.max_replans,
@@ -324,6 +342,14 @@ def train(workload: Any, options: argparse.Namespace, *, quiet: bool = False) ->
         )
     finally:
         console.close()
+
+
+def _export(options: argparse.Namespace) -> int:
+    from osdp_ray.execution import export
+
+    for path in export(options.save, options.out, max_file_bytes=options.max_file_size, dtype=options.dtype):
+        _write(str(path))
+    return 0
 
 
 def _workload(options: argparse.Namespace) -> Any:

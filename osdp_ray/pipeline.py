@@ -23,7 +23,8 @@ from osdp_ray.attempt import Attempt
 from osdp_ray.costs import predict
 from osdp_ray.discovery import connect, discover
 from osdp_ray.errors import ClusterError, InfeasibleError, Interrupted, OsdpError, SolverError
-from osdp_ray.execution import TrainOptions, execute
+from osdp_ray.execution import TrainOptions, check_weights, execute
+from osdp_ray.execution.places import absolute, place_of
 from osdp_ray.observation import HubClient, Note, load_parquet, save_parquet, start_hub
 from osdp_ray.planning import plan as make_plan
 from osdp_ray.profiling import profile as make_profile
@@ -33,7 +34,7 @@ from osdp_ray.records.profile import Profile
 from osdp_ray.records.summary import Summary
 from osdp_ray.records.telemetry import Sample, Telemetry
 from osdp_ray.replanning import drifted, recalibrate
-from osdp_ray.resuming import Earlier, find_earlier, kept_profile, reusable_profile
+from osdp_ray.resuming import Earlier, find_earlier, kept_profile, require_no_saves, reusable_profile
 from osdp_ray.run_directory import MetricsFile, RunDirectory, measured_step_s, summarize
 from osdp_ray.settings import Settings, check_batches, check_settings
 from osdp_ray.signals import StopSignals
@@ -65,6 +66,11 @@ def run(
     eval_every: int = 0,
     max_norm: float | None = 1.0,
     compiles: bool = False,
+    saves_kept: int = 2,
+    async_saves: bool = False,
+    saves_to: str = "",
+    init_from: str = "",
+    init_partly: bool = False,
     resume: bool = False,
     address: str | None = None,
     max_replans: int = 2,
@@ -75,7 +81,8 @@ def run(
     Without a budget it is 90 % of the smallest device, or that of the run that goes on. `global_batch` samples make a
     step, whatever the plan. The run's files go to `out`; with `resume` the run there goes on from its newest save,
     under its newest plan if the cluster is as it was, else under a new one. `on_event(kind, facts)` hears of: stage
-    (name, seconds: None as it starts), cluster, profile, plan (the record, index), samples, eval, saved, replan, done.
+    (name, seconds: None as it starts), cluster, profile, plan (the record, index), samples, eval, saved, save_failed,
+    replan, done. How saves are written and weights are taken in: see `TrainOptions`.
 
     SIGINT or SIGTERM, in the main thread, save at the next step and raise Interrupted; a second one ends the run at
     once. Raises OsdpError for everything that a user can mend. Nothing is left running.
@@ -87,6 +94,11 @@ def run(
         eval_every=eval_every,
         max_norm=max_norm,
         compiles=compiles,
+        saves_kept=saves_kept,
+        async_saves=async_saves,
+        saves_to=absolute(saves_to) if saves_to else "",
+        init_from=check_weights(init_from) if init_from else "",
+        init_partly=init_partly,
     )
     settings = Settings(
         num_workers=num_workers,
@@ -102,6 +114,7 @@ def run(
     directory = RunDirectory(out)
     if not resume:
         directory.require_new()
+        require_no_saves(saves_to)
     connected_before = ray.is_initialized()
     with StopSignals() as signals:
         training = _Run(workload, settings, directory, signals, on_event or (lambda kind, facts: None))
@@ -139,8 +152,8 @@ class _Run:
         self.hub: HubClient | None = None
         self.metrics: MetricsFile | None = None
         self.samples: list[Sample] = []
-        self.newest_save: Path | None = None
-        self.last_step = self.num_replans = 0
+        self.newest_save: Path | str | None = None
+        self.last_step = self.num_replans = self.num_failed_saves = 0
         self.stage_s: dict[str, float] = {}
         self.candidate: Plan | None = None
         self.used_decisions: list[tuple[object, ...]] = []
@@ -169,6 +182,7 @@ class _Run:
             device_kind=self.cluster.device_kind,
             num_plans=len(self.directory.plan_paths()),
             num_restarts=self.num_replans,
+            num_failed_saves=self.num_failed_saves,
             stage_s=self.stage_s,
         )
         self._write_telemetry()
@@ -246,7 +260,7 @@ class _Run:
         while True:
             with self._stage("train"):
                 verdict = self._attempt()
-            self.newest_save = Path(verdict["save"]) if verdict["save"] else self.newest_save
+            self.newest_save = place_of(verdict["save"]) if verdict["save"] else self.newest_save
             self.last_step = verdict["step"]
             if verdict["status"] == "done":
                 return verdict
@@ -343,7 +357,10 @@ class _Run:
             self.tell("samples", {"samples": samples})
         for kind, facts in notes:
             if kind == "saved":
-                self.newest_save = Path(facts["path"])
+                self.newest_save = place_of(facts["path"])
+            elif kind == "save_failed":
+                self.num_failed_saves += 1
+                _log.warning("training goes on, and is not saved at step %d: %s", facts["step"], facts["problem"])
             self.tell(kind, facts)
 
     def _wants_replan(self, attempt: Attempt) -> bool:

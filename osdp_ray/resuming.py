@@ -20,7 +20,7 @@ class Earlier:
 
     index: int
     plan: Plan
-    save: Path | None = None
+    save: Path | str | None = None
     step: int = 0
     samples: tuple[Sample, ...] = ()
 
@@ -34,7 +34,7 @@ def find_earlier(directory: RunDirectory, workload_hash: str, settings: Settings
             f"{where} holds a run of workload {plan.workload!r} with hash {plan.workload_hash}, and this one's is "
             f"{workload_hash}. Resume with the same model and data settings, or give another --out."
         )
-    save = latest_save(where)
+    save = latest_save(settings.options.saves_to or where)
     if save is None:
         return Earlier(index=index, plan=plan)
     saved, options = read_save(save), settings.options
@@ -85,3 +85,11 @@ def kept_profile(directory: RunDirectory, plan: Plan, cluster: Cluster) -> Profi
     if profile.cluster_hash != cluster.hash() or profile.device_kind != cluster.device_kind:
         return None
     return dataclasses.replace(profile, device_memory_bytes=cluster.smallest_memory_bytes)
+
+
+def require_no_saves(saves_to: str) -> None:
+    """Raises UsageError if the place for a new run's saves holds those of another."""
+    if saves_to and (save := latest_save(saves_to)) is not None:
+        raise UsageError(
+            f"{saves_to} holds a save of another run ({save}). Go on with it by --resume, or give another --saves-to."
+        )

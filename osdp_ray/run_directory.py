@@ -170,6 +170,7 @@ def summarize(
     device_kind: str,
     num_plans: int,
     num_restarts: int,
+    num_failed_saves: int = 0,
     stage_s: dict[str, float],
 ) -> Summary:
     """The summary of a run that ended under `plan` with rank 0's `verdict`; samples of earlier plans are left out."""
@@ -194,5 +195,6 @@ def summarize(
         num_steps=verdict["step"],
         num_plans=num_plans,
         num_restarts=num_restarts,
+        num_failed_saves=num_failed_saves,
         stage_s=dict(stage_s),
     )

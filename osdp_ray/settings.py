@@ -31,6 +31,7 @@ def check_settings(settings: Settings) -> None:
         ("--memory-budget", settings.budget_bytes, 1),
         ("--save-every", options.save_every, 0),
         ("--eval-every", options.eval_every, 0),
+        ("--keep-saves", options.saves_kept, 1),
         ("--max-replans", settings.max_replans, 0),
     ):
         if value is not None and value < least:

@@ -73,6 +73,10 @@ class Workload:
         """A learning-rate scheduler stepped once per optimizer step, or None."""
         return None
 
+    def export_config(self) -> dict[str, Any] | None:
+        """What an export writes as config.json, from which others build the model; None: nothing."""
+        return None
+
     @property
     def blocks(self) -> tuple[str, ...] | None:
         """Module paths of the lists of repeating layers, such as ('transformer.h',); None finds them itself."""

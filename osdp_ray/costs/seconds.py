@@ -4,8 +4,8 @@ A unit's collectives per micro-batch: a gather before forward and, if it was fre
 reduce-scatter (world), an all-reduce (none), or a reduce-scatter inside the node and an all-reduce across nodes
 (node). Where a node's shard is kept, the second gather stays inside the node. FSDP2 copies gathered parameters out of,
 and gradients into, flat buffers; a replicated unit copies too. Copies are computation: they take turns with it wherever
-communication runs. So does what FSDP2 itself takes for a unit, its hooks and views, which counts among the copies of the
-same pass.
+communication runs. So does what FSDP2 itself takes for a unit, its hooks and views, which counts among the copies of
+the same pass.
 """
 
 import dataclasses

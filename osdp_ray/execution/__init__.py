@@ -15,27 +15,40 @@ from pathlib import Path
 from typing import Any
 
 from osdp_ray.execution.options import RAY_FOLDER, TrainOptions
+from osdp_ray.execution.places import absolute
 from osdp_ray.records.cluster import Cluster
 from osdp_ray.records.plan import Plan
 from osdp_ray.workload import Workload
 
 __all__ = [
+    "Save",
+    "SaveWriter",
     "TrainOptions",
     "build_on_meta",
+    "check_weights",
     "clip_grad_norm",
     "execute",
+    "export",
     "latest_save",
+    "list_saves",
     "load",
+    "load_weights",
     "parallelize",
     "read_save",
     "save",
 ]
 
 _HOMES = {
+    "Save": "osdp_ray.execution.saves",
+    "SaveWriter": "osdp_ray.execution.save_writing",
     "parallelize": "osdp_ray.execution.apply",
     "build_on_meta": "osdp_ray.modeling.materialize",
     "clip_grad_norm": "osdp_ray.execution.clipping",
+    "check_weights": "osdp_ray.execution.weights",
+    "export": "osdp_ray.execution.exports",
+    "load_weights": "osdp_ray.execution.weights",
     "latest_save": "osdp_ray.execution.saves",
+    "list_saves": "osdp_ray.execution.saves",
     "load": "osdp_ray.execution.saves",
     "read_save": "osdp_ray.execution.saves",
     "save": "osdp_ray.execution.saves",
@@ -70,9 +83,9 @@ def execute(
 
     The verdict is `{"status": "done" | "stopped" | "replan", "step", "save", "first_loss", "final_loss",
     "eval_loss"}`. `hub` is an `observation.HubClient`: workers push what they measure to it and hear commands from
-    it. Saves go to `run_dir`, which all nodes must share. Raises WorkerMemoryError where a worker ran out of memory,
-    the OsdpError that a worker raised, and WorkerError for every other failure. Nothing is retried: the same plan
-    would run out of memory again, and a lost worker needs another one.
+    it. Saves go to `run_dir`, which all nodes must share, or to `options.saves_to`. Raises WorkerMemoryError where a
+    worker ran out of memory, the OsdpError that a worker raised, and WorkerError for every other failure. Nothing is
+    retried: the same plan would run out of memory again, and a lost worker needs another one.
     """
     import ray.cloudpickle
     import ray.train
@@ -100,7 +113,7 @@ def execute(
             "run_dir": str(run_dir),
             "hub": hub,
             "plan_index": plan_index,
-            "resume_from": None if resume_from is None else str(Path(resume_from).resolve()),
+            "resume_from": None if resume_from is None else absolute(resume_from),
         },
         scaling_config=_scaling(cluster),
         run_config=ray.train.RunConfig(

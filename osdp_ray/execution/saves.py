@@ -4,20 +4,19 @@
                               .metadata       torch.distributed.checkpoint's index of tensors and chunks
                               __0_0.distcp    tensor data, one file per rank
 
-Tensors are named `model.<name>`, `optimizer.<key>.<parameter name>` and `random.<device>.<rank>` with the model's own
-names and whole shapes; every rank writes the chunks it holds. All happens in a hidden folder that one rename commits,
-so that a kill at any moment leaves the saves before it whole.
-
-The index is a pickle (torch 2.13 offers no other form): it is read by an unpickler that knows torch's index classes
-and nothing else, and tensor data with `weights_only=True`, so that a foreign save cannot run code.
+Tensors are named `model.<name>`, `optimizer.<key>.<parameter name>` and `random.<generator>.<rank>` with the model's
+own names and whole shapes; every rank writes pieces that it holds (save_tensors). What is written counts for nothing
+before it is committed (save_files), so that a kill at any moment leaves the saves before it whole.
 """
 
+import contextlib
 import dataclasses
-import hashlib
+import json
+import logging
 import os
 import pickle
-import shutil
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,61 +25,119 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from osdp_ray.errors import RecordError, SaveError
+from osdp_ray.execution.random_state import derive_seed, random_state, set_random_state
 from osdp_ray.execution.save_files import (
-    OTHER_SAVE,
-    SafeReader,
-    check_files,
+    RECORD,
+    Place,
     commit,
     drop_old,
     latest_save,
     list_saves,
     make_unfinished,
-    read_index,
-    save_path,
+    remove_unfinished,
+    save_places,
+    saves_of,
+    writer_to,
 )
+from osdp_ray.execution.save_index import OTHER_SAVE, PieceWriter, RegionLoader, SafeReader, check_files, read_index
+from osdp_ray.execution.save_tensors import (
+    Offsets,
+    Wholes,
+    allocate_state,
+    collect,
+    extra_state,
+    own,
+    pieces_to_write,
+    set_extra_state,
+    share_scalars,
+)
+from osdp_ray.execution.save_values import group_settings, like, plain, set_group_settings
 from osdp_ray.records.telemetry import Sample
 from osdp_ray.schema import Record, record
 
-__all__ = ["Save", "derive_seed", "latest_save", "list_saves", "load", "read_save", "save"]
+__all__ = ["Save", "Snapshot", "derive_seed", "latest_save", "list_saves", "load", "read_save", "save", "snapshot"]
 
-_RECORD = "save.json"
+_log = logging.getLogger(__name__)
 
 
-@record("save", version=1)
+@record("save", version=2)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save(Record):
     """What a save holds beside tensors. `step` steps are done, `num_samples` samples of the data are used up.
 
     `samples` are those that the driver may not have written yet: where it is killed, they are in no other file.
     `optimizer_groups` are the settings of the optimizer's parameter groups, `optimizer_values` the plain numbers in
-    its state by parameter name.
+    its state by parameter name, `model_values` what modules hold as extra state, `config` what an export writes beside
+    the tensors. A loop of one's own gives `step`, and of the rest what it has a use for.
     """
 
-    workload: str
-    workload_hash: str
     step: int
-    num_samples: int
-    seed: int
-    num_steps: int
-    num_ranks: int
-    global_batch: int
-    plan_index: int
-    first_loss: float | None
-    final_loss: float | None
+    workload: str = ""
+    workload_hash: str = ""
+    num_samples: int = 0
+    seed: int = 0
+    num_steps: int = 0
+    num_ranks: int = 0
+    global_batch: int = 0
+    plan_index: int = 0
+    first_loss: float | None = None
+    final_loss: float | None = None
     samples: tuple[Sample, ...] = ()
     scheduler: dict[str, Any] | None = None
     optimizer_groups: tuple[dict[str, Any], ...] = ()
     optimizer_values: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    model_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] | None = None
 
 
 def read_save(path: str | os.PathLike[str]) -> Save:
-    """The record of a save. Raises SaveError where there is none or it is damaged."""
-    if not Path(path, _RECORD).is_file():
-        raise SaveError(str(path), f"there is no {_RECORD} in it, so it is no whole save", OTHER_SAVE)
+    """The record of a save. Raises SaveError where there is none, it is damaged, or a newer release made it."""
+    place = Place(path)
     try:
-        return Save.load(Path(path, _RECORD))
+        values = json.loads(place.read(RECORD))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SaveError(str(path), f"there is no {RECORD} in it, so it is no whole save", OTHER_SAVE) from error
+    except OSError as error:
+        raise SaveError(str(path), f"its {RECORD} cannot be read ({error})", OTHER_SAVE) from error
+    except ValueError as error:
+        raise SaveError(str(path), f"its {RECORD} is damaged ({error})", OTHER_SAVE) from error
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    known = Save._schema_version
+    if isinstance(version, int) and version > known:
+        raise SaveError(
+            str(path),
+            f"a newer release made it: its schema_version is {version}, and this release reads up to {known}",
+            "Install that release of osdp_ray on every node, or give another --out",
+        )
+    if version == 1:  # it lacks what has a default now
+        values["schema_version"] = known
+    try:
+        return Save.from_json(values, source=f"{path}/{RECORD}")
     except RecordError as error:
         raise SaveError(str(path), str(error), OTHER_SAVE) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What one rank writes: the record, and pieces of tensors, which are views of the model's own until copied."""
+
+    facts: Save
+    pieces: dict[str, list[tuple[Offsets, torch.Tensor]]]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def snapshot(facts: Save, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Snapshot:
+    """What this rank writes of the state as it is now. Raises SaveError for state that a save cannot hold."""
+    wholes, values = collect(model, optimizer)
+    wholes |= {name: own(state) for name, state in random_state(_rank()).items()}
+    facts = dataclasses.replace(
+        facts,
+        scheduler=None if scheduler is None else plain("the scheduler", scheduler.state_dict()),
+        optimizer_groups=group_settings(optimizer),
+        optimizer_values=values,
+        model_values=extra_state(model),
+    )
+    return Snapshot(facts, pieces_to_write(wholes), {name: whole.shape for name, whole in wholes.items()})
 
 
 def save(
@@ -91,211 +148,119 @@ def save(
     scheduler: Any = None,
     *,
     keep: int = 2,
-) -> Path:
+) -> Any:
     """Writes one save of all ranks, which must all call it, and keeps the newest `keep` of the run.
 
-    `facts` comes without scheduler and optimizer settings, which are added here. A whole save of the same step that is
-    there already is left as it is. Raises SaveError where it cannot be written; the saves before it stay.
+    `run_dir` is a folder that all nodes share, or a URL. `facts` comes without scheduler and optimizer settings, which
+    are added here. A whole save of the same step that is there already is left as it is. Returns where it is. Raises
+    SaveError, on every rank, where it cannot be written; the saves before it stay.
     """
-    rank = _rank()
-    target, unfinished = save_path(run_dir, facts.step)
-    if _agree(_is_whole(target, facts) if rank == 0 else None):
-        return target
-    tensors, values = _state(model, optimizer)
-    tensors |= _random_state(rank)
-    facts = dataclasses.replace(
-        facts,
-        scheduler=None if scheduler is None else _plain("the scheduler", scheduler.state_dict()),
-        optimizer_groups=_groups(optimizer),
-        optimizer_values=values,
-    )
+    return write(run_dir, snapshot(facts, model, optimizer, scheduler), keep=keep)
+
+
+def write(
+    run_dir: str | os.PathLike[str], taken: Snapshot, *, keep: int, group: dist.ProcessGroup | None = None
+) -> Any:
+    """Writes a snapshot: see `save`. All ranks of `group` call it, in a thread of their own if they like."""
+    saves = saves_of(run_dir)
+    target, unfinished = save_places(saves, taken.facts.step)
+
+    def prepare() -> bool:
+        if _is_whole(target, taken.facts):
+            return True
+        make_unfinished(saves, unfinished)
+        return False
+
+    def finish() -> None:
+        check_files(unfinished, read_index(unfinished))
+        unfinished.write(RECORD, (json.dumps(taken.facts.to_json(), indent=1) + "\n").encode())
+        commit(unfinished, target)
+
     try:
-        if rank == 0:
-            make_unfinished(unfinished)
-        _barrier()
-        # Into one file per rank, flushed to the disk before the index is written.
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished, single_file_per_rank=True, sync_files=True))
-        if rank == 0:
-            check_files(unfinished, read_index(unfinished))
-            facts.save(unfinished / _RECORD)
-            commit(unfinished, target)
-            drop_old(run_dir, keep)
-    except (OSError, dcp.CheckpointException) as error:
-        raise SaveError(
-            str(target), f"it cannot be written ({_reason(error)})", "Free space there, or give another --out"
-        ) from error
-    _barrier()
-    return target
+        if not _on_first_rank(prepare, target, group):
+            planner = PieceWriter(taken.pieces, taken.shapes)
+            with _quiet():
+                dcp.save({}, storage_writer=writer_to(unfinished), planner=planner, process_group=group)
+            _on_first_rank(finish, target, group)
+    except (dcp.CheckpointException, SaveError) as error:
+        if _rank() == 0:  # what was written of it would stand in the way of the next one on a full disk
+            _try_to(lambda: remove_unfinished(saves), f"the unfinished {unfinished} cannot be deleted")
+        raise error if isinstance(error, SaveError) else _unwritable(target, error) from error
+    if _rank() == 0:
+        _try_to(lambda: drop_old(saves, keep), f"the saves before {target} cannot be deleted")
+    return target.public
 
 
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
     *,
-    workload_hash: str,
+    workload_hash: str | None = None,
+    strict: bool = True,
 ) -> Save:
     """Fills model, optimizer, scheduler and this rank's random state from a save, whatever plan and world run now.
 
-    A rank that was not there when the save was written gets a random state of its own from (seed, step, rank). Raises
-    SaveError for a damaged save, one of another workload, and one whose tensors differ, naming them.
+    Without an optimizer it is the model alone. A rank that was not there when the save was written gets a random state
+    of its own from (seed, step, rank). Raises SaveError for a damaged save, one of another workload than
+    `workload_hash`, and one whose tensors differ, naming them; not `strict`, tensors that only one side has are left as
+    they are and named in the log.
     """
-    rank = _rank()
+    place, rank = Place(path), _rank()
     facts = read_save(path)
-    if facts.workload_hash != workload_hash:
+    if workload_hash is not None and facts.workload_hash != workload_hash:
         raise SaveError(
             str(path),
             f"it is of workload {facts.workload!r} with hash {facts.workload_hash}, and this one's is {workload_hash}",
             "Resume with the model, data and optimizer settings it was made with, or start anew with another --out",
         )
-    index = read_index(Path(path))
-    check_files(Path(path), index)
+    index = read_index(place)
+    check_files(place, index)
     saved = index.state_dict_metadata
-    _allocate_optimizer_state(optimizer, model, saved, facts, path)
-    tensors, _ = _state(model, optimizer)
-    _check_names(path, tensors, saved)
-    own_random = {name: torch.empty_like(t) for name, t in _random_state(rank).items() if name in saved}
-    try:
-        dcp.load(tensors | own_random, storage_reader=SafeReader(path))
-    except (dcp.CheckpointException, OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise SaveError(str(path), f"its tensors cannot be read ({_reason(error)})", OTHER_SAVE) from error
-    if scheduler is not None and facts.scheduler is not None:
-        scheduler.load_state_dict(facts.scheduler)
-    _set_groups(optimizer, facts, path)
-    _set_random_state(own_random, derive_seed(facts.seed, facts.step, rank))
+    if optimizer is not None:
+        allocate_state(optimizer, model, saved)
+    needed, _ = collect(model, optimizer)
+    kinds = ("model.",) if optimizer is None else ("model.", "optimizer.")
+    shapes = {name: tuple(stored.size) for name, stored in saved.items() if name.startswith(kinds)}
+    wholes = agreeing(str(path), needed, shapes, strict)
+    states = random_state(rank) if optimizer is not None else {}
+    own_random = {name: torch.empty(saved[name].size, dtype=t.dtype) for name, t in states.items() if name in saved}
+    fill(place, index, wholes | {name: own(state) for name, state in own_random.items()})
+    set_extra_state(model, wholes, facts.model_values)
+    if optimizer is None:
+        return facts
+    share_scalars(optimizer, model, facts.optimizer_values)
+    set_group_settings(optimizer, facts.optimizer_groups, path)
+    if scheduler is not None:
+        if facts.scheduler is None:
+            raise SaveError(str(path), "it has no state of a scheduler", "Resume without one, as it was made")
+        scheduler.load_state_dict(like(scheduler.state_dict(), facts.scheduler))
+    set_random_state(own_random, derive_seed(facts.seed, facts.step, rank))
     return facts
 
 
-def derive_seed(*parts: int) -> int:
-    """A seed of 63 bits that differs wherever any of the parts does."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+def fill(place: Place, index: Any, wholes: Wholes) -> None:
+    """Reads the regions of tensors that this rank has; all ranks call it. Raises SaveError where it cannot."""
+    try:
+        with _quiet():
+            dcp.load(dict.fromkeys(wholes), storage_reader=SafeReader(place, index), planner=RegionLoader(wholes))
+    except (dcp.CheckpointException, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise SaveError(str(place), f"its tensors cannot be read ({reason(error)})", OTHER_SAVE) from error
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """All tensors by name, tied ones once, and the plain numbers of the optimizer's state."""
-    tensors: dict[str, Any] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():  # its hooks put gathered parameters back into shards
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[f"model.{name}"] = tensor.detach()
-    values: dict[str, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{key}.{name}"] = value.detach()
-            elif value is not None:
-                values.setdefault(name, {})[key] = _plain(f"optimizer state {key!r} of {name!r}", value)
-    return tensors, values
-
-
-def _random_state(rank: int) -> dict[str, torch.Tensor]:
-    states = {f"random.cpu.{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_state(states: dict[str, torch.Tensor], fallback_seed: int) -> None:
-    torch.manual_seed(fallback_seed)
-    for name, state in states.items():
-        if name.startswith("random.cuda."):
-            torch.cuda.set_rng_state(state)
-        else:
-            torch.set_rng_state(state)
-
-
-def _allocate_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any], facts: Save, path: Any
-) -> None:
-    """Gives every parameter the state tensors that the save has for it, sharded as the parameter is now.
-
-    An optimizer makes them in its first step; taking one only to have them would need a whole set of gradients.
-    """
-    parameters = dict(model.named_parameters())
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    optimizer.state.clear()
-    for full_name, stored in saved.items():
-        kind, _, rest = full_name.partition(".")
-        key, _, name = rest.partition(".")
-        parameter = parameters.get(name)
-        if kind != "optimizer" or parameter is None or parameter not in groups:
-            continue
-        if tuple(stored.size) == tuple(parameter.shape) and parameter.dim() > 0:
-            tensor = torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
-        else:
-            # torch's own rule: a step count lives on the CPU unless the update reads it on the device
-            on_device = groups[parameter].get("fused") or groups[parameter].get("capturable") or key != "step"
-            device = parameter.device if on_device else "cpu"
-            tensor = torch.zeros(stored.size, dtype=stored.properties.dtype, device=device)
-        optimizer.state[parameter][key] = tensor
-    for name, values in facts.optimizer_values.items():
-        if name not in parameters:
-            raise SaveError(str(path), f"it has optimizer state of {name!r}, which this model lacks", OTHER_SAVE)
-        optimizer.state[parameters[name]].update(values)
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
-    groups = []
-    for group in optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key != "params"}
-        groups.append({key: _plain(f"optimizer setting {key!r}", value) for key, value in values.items()})
-    return tuple(groups)
-
-
-def _set_groups(optimizer: torch.optim.Optimizer, facts: Save, path: Any) -> None:
-    if len(facts.optimizer_groups) != len(optimizer.param_groups):
-        found, needed = len(facts.optimizer_groups), len(optimizer.param_groups)
-        raise SaveError(
-            str(path),
-            f"its optimizer has {found} parameter groups, and this one {needed}",
-            "Resume with the optimizer that it was made with",
-        )
-    for group, values in zip(optimizer.param_groups, facts.optimizer_groups, strict=True):
-        for key, value in values.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _plain(what: str, value: Any) -> Any:
-    """`value` with scalar tensors as numbers; raises SaveError where JSON could not give it back."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(what, item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(what, item) for key, item in value.items()}
-    raise SaveError(
-        "",
-        f"{what} holds a {type(value).__name__}, which a save cannot keep as plain values",
-        "Use numbers and tensors",
-    )
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's word that one process is alone; not in a thread beside others, whose warnings it would take."""
     if dist.is_initialized():
-        dist.barrier()
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
-def _agree(value: Any) -> Any:
-    """Rank 0's value on every rank."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """One line of an error, of the first rank's where torch collected several."""
     failures = getattr(error, "failures", None)
     if failures:
@@ -304,32 +269,74 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _is_whole(target: Path, facts: Save) -> bool:
+def _unwritable(target: Place, error: BaseException) -> SaveError:
+    return SaveError(str(target), f"it cannot be written ({reason(error)})", "Free space there, or give another --out")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _on_first_rank(work: Callable[[], Any], target: Place, group: dist.ProcessGroup | None) -> Any:
+    """What `work` gives on rank 0, on every rank; or raises SaveError on every rank."""
+    box: list[Any] = [None, None]  # result, problem
+    if _rank() == 0:
+        try:
+            box[0] = work()
+        except SaveError as error:
+            box[1] = error
+        except Exception as error:  # a border between ranks: the others wait, so whatever it was must reach them
+            box[1] = _unwritable(target, error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0, group=group)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+def _try_to(work: Callable[[], None], problem: str) -> None:
+    """Cleaning up: what fails there is told and fails nothing else."""
+    try:
+        work()
+    except Exception as error:  # a filesystem that is lost may raise anything
+        _log.warning("%s (%s)", problem, reason(error))
+
+
+def _is_whole(target: Place, facts: Save) -> bool:
     """Whether this very step is saved already; what is there and damaged is moved out of the way."""
-    if not target.exists():
+    if not target.is_there() or (target.fs is not None and target.size_bytes(RECORD) is None):
         return False
     try:
-        same = read_save(target).workload_hash == facts.workload_hash
+        same = read_save(target.public).workload_hash == facts.workload_hash
         check_files(target, read_index(target))
     except SaveError:
         same = False
     if not same:
-        shutil.rmtree(target)
+        target.remove()
     return same
 
 
-def _check_names(path: Any, tensors: dict[str, Any], saved: dict[str, Any]) -> None:
-    needed, found = set(tensors), {name for name in saved if not name.startswith("random.")}
-    problems = []
-    if missing := sorted(needed - found):
-        problems.append(f"it lacks {_some(missing)}")
-    if extra := sorted(found - needed):
-        problems.append(f"it has {_some(extra)}, which this model or optimizer lacks")
-    for name in sorted(needed & found):
-        if tuple(tensors[name].shape) != tuple(saved[name].size):
-            problems.append(f"{name} is {tuple(saved[name].size)} in it, and {tuple(tensors[name].shape)} here")
+def agreeing(where: str, needed: Wholes, saved: dict[str, tuple[int, ...]], strict: bool) -> Wholes:
+    """The tensors that both sides have. Raises SaveError for others, if strict, and for other shapes than `saved`."""
+    problems = [
+        f"{name} is {saved[name]} in it, and {needed[name].shape} here"
+        for name in sorted(set(needed) & set(saved))
+        if needed[name].shape != saved[name]
+    ]
+    differ = []
+    if missing := sorted(set(needed) - set(saved)):
+        differ.append(f"it lacks {_some(missing)}")
+    if extra := sorted(set(saved) - set(needed)):
+        differ.append(f"it has {_some(extra)}, which this model or optimizer lacks")
+    if differ and not strict and _rank() == 0:
+        _log.warning("save %s: %s", where, "; ".join(differ))
+    problems = [*(differ if strict else ()), *problems]
     if problems:
-        raise SaveError(str(path), "; ".join(problems[:4]), "Resume with the model and optimizer that it was made with")
+        remedy = "Take the model and optimizer that it was made with"
+        if differ and strict:
+            remedy += ", or load with strict=False (--init-partly) what both have"
+        raise SaveError(where, "; ".join(problems[:4]), remedy)
+    return {name: needed[name] for name in needed if name in saved}
 
 
 def _some(names: list[str]) -> str:

@@ -32,7 +32,10 @@ from osdp_ray.execution.apply import free_gathered, parallelize
 from osdp_ray.execution.clipping import clip_grad_norm
 from osdp_ray.execution.finite import is_finite
 from osdp_ray.execution.options import TrainOptions
-from osdp_ray.execution.saves import Save, derive_seed, load, save
+from osdp_ray.execution.random_state import derive_seed, seed_all
+from osdp_ray.execution.save_writing import SaveWriter
+from osdp_ray.execution.saves import Save, load
+from osdp_ray.execution.weights import load_weights
 from osdp_ray.modeling import user_code
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.records.plan import Plan
@@ -128,16 +131,20 @@ class TrainLoop:
         self.optimizer = user_code.build_optimizer(workload, self.parameters)
         self.scheduler = user_code.build_scheduler(workload, self.optimizer, options.num_steps)
         self.status = torch.zeros(3, device=device)  # sum of losses, stop, replan
-        self.step = self.num_samples = self.saved_step = 0
+        self.step = self.num_samples = 0
         self.first_loss: float | None = None
         self.final_loss: float | None = None
-        self.save_path: str | None = None
+        self.writer = SaveWriter(
+            options.saves_to or run_dir, keep=options.saves_kept, in_background=options.async_saves
+        )
 
     def run(self, resume_from: str | None) -> dict[str, Any]:
         """Trains up to the last step, or until the driver's command, and returns the verdict."""
-        torch.manual_seed(derive_seed(self.options.seed, self.rank))  # dropout differs between ranks
+        seed_all(derive_seed(self.options.seed, self.rank))  # dropout differs between ranks
         if resume_from is not None:
             self._resume(resume_from)
+        elif self.options.init_from:
+            load_weights(self.options.init_from, self.model, strict=not self.options.init_partly)
         eval_loss = None
         self.model.train()
         per_round = self.plan.micro_batch * self.num_ranks
@@ -146,7 +153,7 @@ class TrainLoop:
             self.workload, self.rank, self.num_ranks, self.plan.micro_batch, self.options.seed, start
         )
         command = self._first_command()
-        attempt_step = 0
+        attempt_step, may_replan = 0, True
         while not command and self.step < self.options.num_steps:
             attempt_step += 1
             command = self._step(batches, attempt_step)
@@ -155,13 +162,15 @@ class TrainLoop:
                 eval_loss = self._evaluate()
             if self.options.save_every and self.step % self.options.save_every == 0:
                 self._save()
-        if self.step > 0:
-            self._save()
+            if command == "replan" and not (may_replan and self._is_saved()):
+                command, may_replan = "", False  # without a save the next plan has nothing to go on from
+        if self.step > 0 and not self._is_saved() and self.writer.error is not None:
+            raise self.writer.error
         status = "done" if self.step >= self.options.num_steps else {"stop": "stopped"}.get(command, command)
         return {
             "status": status,
             "step": self.step,
-            "save": self.save_path,
+            "save": self.writer.path or None,
             "first_loss": self.first_loss,
             "final_loss": self.final_loss,
             "eval_loss": eval_loss,
@@ -169,8 +178,8 @@ class TrainLoop:
 
     def _resume(self, path: str) -> None:
         facts = load(path, self.model, self.optimizer, self.scheduler, workload_hash=self.workload_hash)
-        self.step = self.saved_step = facts.step
-        self.num_samples, self.save_path = facts.num_samples, path
+        self.step, self.num_samples = facts.step, facts.num_samples
+        self.writer.step, self.writer.path = facts.step, path
         self.first_loss, self.final_loss = facts.first_loss, facts.final_loss
 
     def _first_command(self) -> str:
@@ -239,7 +248,8 @@ class TrainLoop:
         return self._common_command(status)
 
     def _diverged(self, problem: str) -> DivergedError:
-        return DivergedError(self.step, problem, self.save_path or "")
+        self._settle_saves()
+        return DivergedError(self.step, problem, self.writer.path)
 
     def _micro_batch(self, batches: Iterator[Any], clock: "_Clock") -> None:
         batch = to_device(next(batches), self.device)
@@ -292,9 +302,20 @@ class TrainLoop:
             self.observer.note("eval", step=self.step, loss=loss_sum / num_batches)
         return loss_sum / num_batches
 
+    def _is_saved(self) -> bool:
+        """Whether this step's save is committed, once it was tried to its end."""
+        self._settle_saves()
+        if self.writer.step != self.step:
+            self._save()
+            self._settle_saves()
+        return self.writer.step == self.step
+
+    def _settle_saves(self) -> None:
+        self.writer.wait()
+        self._tell_of_saves()
+
     def _save(self) -> None:
-        if self.saved_step == self.step:
-            return
+        """Saves, or starts to in the background. A save that fails is told to the driver, and training goes on."""
         self.observer.flush()
         # Waits for all ranks, so that the hub has the samples of all of them.
         if not is_finite(self.parameters, self.optimizer, self.device):
@@ -312,12 +333,16 @@ class TrainLoop:
             first_loss=self.first_loss,
             final_loss=self.final_loss,
             samples=self.observer.undrained() if self.rank == 0 else (),
+            config=self.workload.export_config(),
         )
-        start_s = time.perf_counter()
-        path = save(self.run_dir, facts, self.model, self.optimizer, self.scheduler, keep=self.options.saves_kept)
-        self.saved_step, self.save_path = self.step, str(path)
-        if self.rank == 0:
-            self.observer.note("saved", step=self.step, path=str(path), seconds=time.perf_counter() - start_s)
+        self.writer.start(facts, self.model, self.optimizer, self.scheduler)
+        self._tell_of_saves()
+
+    def _tell_of_saves(self) -> None:
+        for outcome in self.writer.outcomes():
+            if self.rank == 0:
+                kind, facts = outcome.note
+                self.observer.note(kind, **facts)
 
 
 class _Clock:

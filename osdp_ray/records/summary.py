@@ -13,7 +13,8 @@ class Summary(Record):
 
     `measured_peak_bytes` is the highest of each rank, None where no step of that plan was measured. `measured_step_s`
     is the median over steps of the slowest rank, without the first step and, on CPU, without those that the profiler
-    slowed down. `num_restarts` counts re-plans that restarted the workers, `stage_s` the seconds of each stage.
+    slowed down. `num_restarts` counts re-plans that restarted the workers, `num_failed_saves` saves that could not
+    be written while training went on, `stage_s` the seconds of each stage.
     """
 
     workload: str
@@ -35,6 +36,7 @@ class Summary(Record):
     num_plans: int
     num_restarts: int
     stage_s: dict[str, float]
+    num_failed_saves: int = 0
 
     def table(self) -> str:
         """The summary for a terminal."""
@@ -51,4 +53,6 @@ class Summary(Record):
         ]
         losses = (("first", self.first_loss), ("final", self.final_loss), ("held-out", self.eval_loss))
         text = ", ".join(f"{name} {loss:.4f}" for name, loss in losses if loss is not None)
-        return f"{format_table(('', 'predicted', 'measured'), rows)}\n\nloss: {text or 'none'}; {self.num_steps} steps"
+        failed = f"; {self.num_failed_saves} saves failed" if self.num_failed_saves else ""
+        table = format_table(("", "predicted", "measured"), rows)
+        return f"{table}\n\nloss: {text or 'none'}; {self.num_steps} steps{failed}"

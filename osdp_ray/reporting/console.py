@@ -87,6 +87,9 @@ class Console:
     def _show_saved(self, facts: dict[str, Any]) -> None:
         self._say(f"saved {facts['path']}")
 
+    def _show_save_failed(self, facts: dict[str, Any]) -> None:
+        self._say(f"NOT SAVED at step {facts['step']}, training goes on: {facts['problem']}")
+
     def _show_eval(self, facts: dict[str, Any]) -> None:
         self._say(f"held-out loss {facts['loss']:.4f} after step {facts['step']}")
 

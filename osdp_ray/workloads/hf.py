@@ -78,6 +78,13 @@ class HfWorkload(Workload):
         auto_class = getattr(transformers, _AUTO_CLASSES[self.task])
         return auto_class.from_config(config, attn_implementation=self.attention)
 
+    def export_config(self) -> dict[str, Any]:
+        """The configuration as `from_pretrained` reads it, with the class for the task."""
+        from transformers.models.auto import modeling_auto
+
+        architecture = getattr(modeling_auto, _TASKS[self.task])[self.config["model_type"]]
+        return {**self.config, "architectures": [architecture if isinstance(architecture, str) else architecture[0]]}
+
     def build_batches(self, rank: int, num_ranks: int, micro_batch: int, seed: int, start_step: int) -> Iterator[Batch]:
         step = start_step
         while True:

@@ -300,9 +300,9 @@ def test_an_index_that_would_run_code_is_refused_without_running_it(damaged, mon
 def test_a_damaged_record_is_refused(damaged):
     path, work = damaged
     values = json.loads((path / "save.json").read_text())
-    del values["num_samples"]
+    del values["step"]
     (path / "save.json").write_text(json.dumps(values))
-    with pytest.raises(SaveError, match="'num_samples' is missing"):
+    with pytest.raises(SaveError, match="'step' is missing"):
         resume_alone(work, path)
 
 

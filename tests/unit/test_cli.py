@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -9,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from osdp_ray.cli import guarded, main
+from osdp_ray.execution.saves import Save, save
 from osdp_ray.records.profile import Profile
 from osdp_ray.signals import StopSignals
 
@@ -105,3 +108,16 @@ def test_a_signal_whose_exception_was_dropped_is_found_by_the_next_who_listens()
             return 0
 
     assert guarded(work) == 143
+
+
+def test_a_save_is_exported_from_the_command_line(tmp_path, capsys, error):
+    model = torch.nn.Linear(3, 2)
+    save(tmp_path / "run", Save(step=1, config={"model_type": "none"}), model, torch.optim.SGD(model.parameters()))
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "out" / name) for name in ("model.safetensors", "config.json")
+    ]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "none"}
+    assert "there is no save in it. Give a run" in error("export", str(tmp_path), "--out", str(tmp_path / "b"))
+    arguments = ["train", "gpt", "--out", str(tmp_path / "b"), "--init-from", str(tmp_path / "nowhere")]
+    assert "there is no such file or folder. Give a folder or file of safetensors" in error(*arguments)

@@ -53,6 +53,16 @@ def test_metrics_have_a_line_per_step_with_the_peak_of_each_rank(world, tmp_path
     }
 
 
+def test_a_save_that_fails_is_told_counted_and_shown(world, tmp_path, caplog):
+    facts = {"step": 3, "problem": "save a: it cannot be written", "seconds": 0.1, "stall_s": 0.1}
+    world.hub.items[1].append(("save_failed", facts))
+    summary = run(world, tmp_path)
+    assert summary.num_failed_saves == 1
+    assert "1 saves failed" in summary.table()
+    assert ("save_failed", facts) in world.events
+    assert "training goes on, and is not saved at step 3: save a: it cannot be written" in caplog.text
+
+
 def test_the_budget_is_nine_tenths_of_the_smallest_device_by_default(world, tmp_path):
     assert run(world, tmp_path, budget_bytes=None).budget_bytes == 1800
 

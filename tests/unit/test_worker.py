@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from osdp_ray.errors import DivergedError, WorkloadError
+from osdp_ray.execution.exports import export
 from osdp_ray.execution.finite import is_finite
 from osdp_ray.execution.options import TrainOptions
 from osdp_ray.execution.saves import list_saves, read_save
@@ -45,7 +46,7 @@ class Odd(GptWorkload):
         return {}
 
 
-def train(data, out, happens, *, max_norm=1.0, save_every=1, **attributes):
+def train(data, out, happens, *, max_norm=1.0, save_every=1, options=None, **attributes):
     work = Odd(layers=2, hidden=16, heads=2, sequence=16, data=data, held_out_windows=0)
     work.happens = happens
     vars(work).update(attributes)
@@ -53,7 +54,9 @@ def train(data, out, happens, *, max_norm=1.0, save_every=1, **attributes):
     loop = TrainLoop(
         workload=work,
         plan=make_plan(work, ("ZeRO-3",) * 4, num_ranks=1, micro_batch=1),
-        options=TrainOptions(num_steps=NUM_STEPS, save_every=save_every, max_norm=max_norm),
+        options=TrainOptions(
+            **({"num_steps": NUM_STEPS, "save_every": save_every, "max_norm": max_norm} | (options or {}))
+        ),
         run_dir=str(out),
         plan_index=0,
         device=torch.device("cpu"),
@@ -116,6 +119,23 @@ def test_a_save_holds_the_samples_that_the_driver_may_lack(data, tmp_path):
     loop, observer = train(data, tmp_path, lambda model, loss: loss)
     loop.run(None)
     assert read_save(list_saves(tmp_path)[-1]).samples == (observer.samples[-1],)
+
+
+def test_a_run_starts_from_the_model_of_another_and_saves_elsewhere(data, tmp_path):
+    first, _ = train(data, tmp_path / "a", lambda model, loss: loss, save_every=0)
+    first.run(None)
+    export(tmp_path / "a", tmp_path / "exported")
+    for source in (tmp_path / "a", tmp_path / "exported"):
+        options = {"init_from": str(source), "saves_to": str(tmp_path / f"saves-{source.name}"), "num_steps": 0}
+        second, _ = train(data, tmp_path / "b", lambda model, loss: loss, save_every=0, options=options)
+        second.run(None)
+        for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), other.full_tensor())
+    options = {"saves_to": str(tmp_path / "elsewhere"), "async_saves": True, "saves_kept": 3}
+    third, _ = train(data, tmp_path / "c", lambda model, loss: loss, options=options)
+    assert third.run(None)["save"] == str(tmp_path / "elsewhere" / "saves" / f"step-{NUM_STEPS:08d}")
+    assert len(list_saves(tmp_path / "elsewhere")) == 3
+    assert not (tmp_path / "c").exists()
 
 
 def test_data_that_ends_in_training_is_told_with_its_micro_batch(data, tmp_path):
