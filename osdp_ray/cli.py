@@ -300,8 +300,7 @@ def _diff(options: argparse.Namespace) -> int:
     from osdp_ray.records.plan import Plan
 
     found = differences(Plan.load(options.first), Plan.load(options.second))
-    values = [dataclasses.asdict(difference) for difference in found]
-    _write(json.dumps(values, indent=1) if options.json else difference_table(found))
+    _write(json.dumps(list(map(dataclasses.asdict, found)), indent=1) if options.json else difference_table(found))
     return 0
 
 
@@ -363,8 +362,7 @@ def _workload(options: argparse.Namespace) -> Any:
         settings[key] = value
     sys.path.insert(0, "")  # a workload of the user's lies where they stand
     workload = load_workload(options.workload, settings)
-    if options.precision is not None:
-        workload.precision = options.precision
+    workload.precision = options.precision or workload.precision
     workload.measure = workload.measure or options.measure
     return workload
 

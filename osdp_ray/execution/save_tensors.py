@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # torch 2.13
 
+from osdp_ray.costs import SAVE_PIECE_BYTES
 from osdp_ray.errors import SaveError
 from osdp_ray.execution.save_values import plain
 from osdp_ray.modeling.splitting import Slice, slices_of
-from osdp_ray.units import MIB
 
-MAX_PIECE_BYTES = 64 * MIB
+MAX_PIECE_BYTES = SAVE_PIECE_BYTES
 NEVER = -1  # the number of a copy that is read into and never written
 Offsets = tuple[int, ...]
 
