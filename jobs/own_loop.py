@@ -43,7 +43,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
         for number in range(1, plan.accumulation + 1):
             if plan.synchronise == "last":
                 model.set_requires_gradient_sync(number == plan.accumulation)
-            batch = next(batches).to(device)
+            batch = tuple(part.to(device) for part in next(batches))
             loss = workload.loss(model, batch)
             (loss / plan.accumulation).backward()
             loss_sum = loss.detach() if number == 1 else loss_sum + loss.detach()
