@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 SEED = 0
 
 
-def train_loop(config: dict[str, Any]) -> None:
-    """Runs on every worker; Ray Train has made the process group."""
+def train_loop(config: dict[str, Any]) -> dict[str, Any]:
+    """Runs on every worker; Ray Train has made the process group, and hands on what the first rank returns."""
     import ray.train
     import ray.train.torch
     import torch.distributed as dist
@@ -38,12 +38,12 @@ def train_loop(config: dict[str, Any]) -> None:
         step = load(newest, model, optimizer, workload_hash=workload.hash()).step
     start = step * plan.accumulation
     batches = workload.build_batches(rank, num_ranks, plan.micro_batch, SEED, start)
-    loss_sum = None
+    loss_sum, lines = None, []
     while step < config["num_steps"]:
         for number in range(1, plan.accumulation + 1):
             if plan.synchronise == "last":
                 model.set_requires_gradient_sync(number == plan.accumulation)
-            batch = next(batches).to(device)
+            batch = tuple(part.to(device) for part in next(batches))
             loss = workload.loss(model, batch)
             (loss / plan.accumulation).backward()
             loss_sum = loss.detach() if number == 1 else loss_sum + loss.detach()
@@ -52,9 +52,8 @@ def train_loop(config: dict[str, Any]) -> None:
         optimizer.zero_grad(set_to_none=True)
         step += 1
         dist.all_reduce(loss_sum)
-        if rank == 0:
-            mean = loss_sum.item() / plan.accumulation / num_ranks
-            print(f"step {step}: loss {mean:.4f}, gradient norm {norm.item():.3f}", flush=True)
+        mean = loss_sum.item() / plan.accumulation / num_ranks
+        lines.append(f"step {step}: loss {mean:.4f}, gradient norm {norm.item():.3f}")
     facts = Save(
         workload=workload.name,
         workload_hash=workload.hash(),
@@ -69,8 +68,7 @@ def train_loop(config: dict[str, Any]) -> None:
         final_loss=None,
     )
     path = save(out, facts, model, optimizer)
-    if rank == 0:
-        print(f"saved to {path}", flush=True)
+    return {"lines": lines, "saved": str(path)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -115,7 +113,9 @@ def main(arguments: list[str] | None = None) -> None:
         ),
         run_config=ray.train.RunConfig(storage_path=str(options.out.resolve() / "ray")),
     )
-    trainer.fit()
+    found = trainer.fit().return_value
+    print("\n".join(found["lines"]))
+    print(f"saved to {found['saved']}")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from osdp_ray.profiling.trace import trace
 from osdp_ray.workloads.gpt import GptWorkload
 from tests.oracle import events_of, make_plan, random_sections, traced_profile
 
-RANKS_PER_NODE, NUM_PLANS = (2,), 3
+RANKS_PER_NODE, NUM_PLANS = (2,), 2
 TOLERANCE_FRACTION = 0.02
 
 
 def workload():
-    return GptWorkload(layers=3, hidden=256, heads=4, sequence=32, vocabulary=1500, data=__file__)
+    return GptWorkload(layers=8, hidden=256, heads=4, sequence=32, vocabulary=1500, data=__file__)
 
 
 def highest(action):
