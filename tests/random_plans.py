@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from osdp_ray.costs.splitting import splittable
 from osdp_ray.execution.apply import parallelize
 from osdp_ray.execution.clipping import clip_grad_norm
 from osdp_ray.modeling.materialize import build_on_meta
-from osdp_ray.planning.choices import RECOMPUTES, assignments, choices_of
+from osdp_ray.planning.choices import RECOMPUTES, assignments, choices_of, split_assignments
 from osdp_ray.profiling.trace import trace
 from osdp_ray.records.plan import Plan, SectionPlan
 from tests.memory_cases import MODELS, Deck, available_models
@@ -150,6 +151,11 @@ def random_choices(profile, rng):
     """What the planner can choose for a section, drawn anew for each: units of its operators, and recomputation."""
     choices = choices_of(profile)
     menus = {index: assignments(section_class, choices) for index, section_class in enumerate(profile.classes)}
+    for index in menus:
+        menus[index] = [
+            *rng.sample(menus[index], min(4, len(menus[index]))),
+            *split_at_random(profile, index, choices, rng),
+        ]
     return tuple(
         SectionPlan(
             name=section.name,
@@ -159,6 +165,19 @@ def random_choices(profile, rng):
         )
         for section in profile.sections
     )
+
+
+def split_at_random(profile, class_index, choices, rng):
+    """Some units with one or two operators as slices; none where none splits.
+
+    The planner splits only what is large, which no operator of these models is.
+    """
+    section_class = profile.classes[class_index]
+    found = splittable(profile, class_index)
+    if not found or (section_class.is_block and len(section_class.operators) < 2):
+        return []
+    units = split_assignments(section_class, choices, tuple(sorted(rng.sample(found, min(2, len(found))))))
+    return rng.sample(units, min(4, len(units)))
 
 
 @functools.cache

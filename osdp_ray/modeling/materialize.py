@@ -118,10 +118,10 @@ class Initialisation:
         slices = slices_of(model)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                if tensor.is_meta:
+                    continue
                 place = slices.get(name)
                 whole_name = place.name if place else name
-                if tensor.is_meta or whole_name not in self._tensors:
-                    continue
                 local, starts = _local_part(tensor)
                 if place:
                     starts = tuple(start + (place.start if dim == place.dim else 0) for dim, start in enumerate(starts))

@@ -1,6 +1,5 @@
 """What the workload's optimizer holds and takes, measured on small parameters of a worker's own device."""
 
-import dataclasses
 import os
 import statistics
 import time
@@ -27,11 +26,14 @@ def measure_optimizer(workload: Workload) -> OptimizerCost:
     per_tensor_s = max(0.0, (many_s - big_s) / 15)
     per_byte_s = max(0.0, (big_s - one_s) / ((_LARGE - _SMALL) * itemsize))
     constant_s = max(0.0, one_s - per_tensor_s - per_byte_s * _SMALL * itemsize) + _agreement_s()
-    found = optimizer_bytes(workload, step_s_per_byte=per_byte_s, step_s_per_tensor=per_tensor_s)
-    return dataclasses.replace(found, step_constant_s=constant_s)
+    return optimizer_bytes(
+        workload, step_s_per_byte=per_byte_s, step_s_per_tensor=per_tensor_s, step_constant_s=constant_s
+    )
 
 
-def optimizer_bytes(workload: Workload, *, step_s_per_byte: float, step_s_per_tensor: float) -> OptimizerCost:
+def optimizer_bytes(
+    workload: Workload, *, step_s_per_byte: float, step_s_per_tensor: float, step_constant_s: float
+) -> OptimizerCost:
     """State and temporaries in bytes, and the seconds given."""
     itemsize = torch.tensor([]).element_size()
     small, large = _state_bytes(workload, _SMALL), _state_bytes(workload, _LARGE)
@@ -46,6 +48,7 @@ def optimizer_bytes(workload: Workload, *, step_s_per_byte: float, step_s_per_te
         step_bytes_per_total=per_total,
         step_s_per_byte=step_s_per_byte,
         step_s_per_tensor=step_s_per_tensor,
+        step_constant_s=step_constant_s,
     )
 
 
