@@ -116,8 +116,6 @@ _RANDOM = frozenset(
     for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_", "log_normal_", "cauchy_")
     if hasattr(getattr(torch.ops.aten, name), "default")
 )
-_INITIALISERS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_")
-_INITIALISERS += ("xavier_normal_", "ones_", "zeros_", "constant_")
 _UNINITIALISED = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
@@ -144,7 +142,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 def build_bare(workload: Workload) -> nn.Module:
     """The workload's model on the meta device, without any record of its initialisation."""
-    with torch.device("meta"), _NoRandom(), _without_initialisers(), _uncollected():
+    with torch.device("meta"), _NoRandom(), _uncollected():
         return user_code.build_model(workload)
 
 
@@ -158,26 +156,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _without_initialisers() -> Iterator[None]:
-    """Within it torch.nn.init leaves meta tensors as they are; a deep model calls it thousands of times."""
-    saved = {name: getattr(nn.init, name) for name in _INITIALISERS if hasattr(nn.init, name)}
-    for name, initialise in saved.items():
-        setattr(nn.init, name, _unless_meta(initialise))
-    try:
-        yield
-    finally:
-        for name, initialise in saved.items():
-            setattr(nn.init, name, initialise)
-
-
-def _unless_meta(initialise: Callable[..., Any]) -> Callable[..., Any]:
-    def initialised(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return tensor if _is_meta(tensor) else initialise(tensor, *args, **kwargs)
-
-    return initialised
 
 
 def build_on_meta(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
