@@ -36,7 +36,6 @@ from osdp_ray.modeling.recording import (
     meta_tensors,
     record_build,
     uncollected,
-    without_initialisers,
 )
 from osdp_ray.modeling.splitting import slices_of
 from osdp_ray.workload import Workload
@@ -46,8 +45,21 @@ _REMEDY = "Initialise it there, with torch.nn.init or from torch.zeros and the l
 
 def build_bare(workload: Workload) -> nn.Module:
     """The workload's model on the meta device, without any record of its initialisation."""
-    with torch.device("meta"), NoRandom(), without_initialisers(), uncollected():
+    with torch.device("meta"), NoRandom(), uncollected():
         return user_code.build_model(workload)
+
+
+def build_with_scratch(workload: Workload) -> tuple[nn.Module, dict[str, int]]:
+    """The workload's model on the meta device, and what is held beside each parameter and buffer while it is given its
+    first values, by name; {} where that is nothing."""
+    building = NoRandom()
+    with torch.device("meta"), building, uncollected():
+        model = user_code.build_model(workload)
+    if building.is_simple and all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return model, {}
+    model, initialisation = build_recorded(workload)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    return model, {name: initialisation.scratch_bytes(name) for name in names}
 
 
 def build_on_meta(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
@@ -66,12 +78,12 @@ def build_on_meta(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
     return model, initialisation
 
 
-def build_recorded(workload: Workload, *, in_short: bool = False) -> tuple[nn.Module, "Initialisation"]:
-    """The same, whether all is initialised or not. In short the record tells only what is held while it is drawn."""
+def build_recorded(workload: Workload) -> tuple[nn.Module, "Initialisation"]:
+    """The same, whether all is initialised or not."""
     had_transformers = TRANSFORMERS in sys.modules
-    recorder, model = record_build(workload, in_short=in_short)
+    recorder, model = record_build(workload)
     if not had_transformers and TRANSFORMERS in sys.modules:
-        recorder, model = record_build(workload, in_short=in_short)
+        recorder, model = record_build(workload)
     return model, Initialisation(recorder, model)
 
 

@@ -91,12 +91,24 @@ def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class NoRandom(TorchDispatchMode):
-    """Leaves out the random in-place operations on meta tensors."""
+    """Leaves out the random in-place operations on meta tensors, and notes whether all that a constructor does to its
+    tensors is to make them and to fill or draw the whole of each: then nothing is held beside them while it is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_simple = True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if is_random(function) and args[0].is_meta:
+            self.is_simple = self.is_simple and _is_whole(args[0])
             return args[0]
+        if function not in _HARMLESS:
+            self.is_simple = False
         return function(*args, **(kwargs or {}))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def is_random(function: Any) -> bool:
@@ -109,9 +121,6 @@ _RANDOM = frozenset(
     for name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_", "log_normal_", "cauchy_")
     if hasattr(getattr(torch.ops.aten, name), "default")
 )
-_DRAWING = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_")
-_DRAWING += ("xavier_normal_",)
-_FILLING = ("ones_", "zeros_", "constant_")
 UNINITIALISED = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for name, overload in (
@@ -155,12 +164,9 @@ def key_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # torch 2.13: the address of the storage, which identifies it
 
 
-def record_build(workload: Workload, *, in_short: bool = False) -> tuple[Recorder, nn.Module]:
-    """A Recorder and the model. In short, the initialisers of torch.nn.init are one operation each, which tells what
-    they treat alike and draws nothing: so a thousand layers take a second less."""
+def record_build(workload: Workload) -> tuple[Recorder, nn.Module]:
     recorder = Recorder()
-    shortened = without_initialisers(recorder) if in_short else contextlib.nullcontext()
-    with torch.device("meta"), recorder, Constants(recorder), _initialising(), shortened, uncollected():
+    with torch.device("meta"), recorder, Constants(recorder), _initialising(), uncollected():
         return recorder, user_code.build_model(workload)
 
 
@@ -177,37 +183,6 @@ def uncollected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_initialisers(recorder: Recorder | None = None) -> Iterator[None]:
-    """Within it torch.nn.init leaves meta tensors as they are; a deep model calls it thousands of times.
-
-    A recorder notes what stands for them: a fill, or a drawing in place.
-    """
-    stands_for = dict.fromkeys(_DRAWING, (torch.ops.aten.normal_.default, ()))
-    stands_for |= dict.fromkeys(_FILLING, (torch.ops.aten.fill_.Scalar, (0,)))
-    saved = {name: getattr(nn.init, name) for name in stands_for if hasattr(nn.init, name)}
-    for name, initialise in saved.items():
-        setattr(nn.init, name, _unless_meta(initialise, recorder, *stands_for[name]))
-    try:
-        yield
-    finally:
-        for name, initialise in saved.items():
-            setattr(nn.init, name, initialise)
-
-
-def _unless_meta(
-    initialise: Callable[..., Any], recorder: Recorder | None, function: Any, rest: tuple[Any, ...]
-) -> Callable[..., Any]:
-    def initialised(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not is_meta(tensor):
-            return initialise(tensor, *args, **kwargs)
-        if recorder is not None:
-            recorder.record(function, (tensor, *rest), {}, (), {key_of(tensor)})
-        return tensor
-
-    return initialised
-
-
-@contextlib.contextmanager
 def _initialising() -> Iterator[None]:
     """Lets models of transformers initialise themselves, which they leave out where they find the meta device."""
     module = sys.modules.get(TRANSFORMERS)
@@ -220,3 +195,14 @@ def _initialising() -> Iterator[None]:
         yield
     finally:
         module.get_torch_context_manager_or_global_device = saved  # type: ignore[union-attr]
+
+
+_HARMLESS = UNINITIALISED | {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.select.int,
+}

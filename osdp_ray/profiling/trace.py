@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from osdp_ray.blame import calling, summary
 from osdp_ray.errors import TraceError, WorkloadError
 from osdp_ray.modeling import user_code
-from osdp_ray.modeling.materialize import build_bare, build_recorded
+from osdp_ray.modeling.materialize import build_bare, build_with_scratch
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.splitting import watch_weights
 from osdp_ray.modeling.structure import (
@@ -74,7 +74,7 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
     the few that run are held whole, and sizes that depend on values are the highest seen.
     With `counts_work` the floating-point operations and the bytes of every operation are counted, too.
     """
-    model, initialisation = build_recorded(workload, in_short=True)
+    model, scratch_bytes = build_with_scratch(workload)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise TraceError(
@@ -85,8 +85,7 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
             raise TraceError(name, problem, "Leave it out of the model, or make no dimension of it 0")
     blocks = find_blocks(model, user_code.blocks(workload))
     batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
-    scratch_bytes = {name: initialisation.scratch_bytes(name) for name, _ in model.named_parameters()}
-    buffer_scratch_bytes = max((initialisation.scratch_bytes(name) for name, _ in model.named_buffers()), default=0)
+    buffer_scratch_bytes = max((scratch_bytes.get(name, 0) for name, _ in model.named_buffers()), default=0)
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
     try:
         structure, found = _trace_model(workload, model, blocks, batches, counts_work)
