@@ -50,7 +50,8 @@ class Fsdp2:
     def _free(self, num_bytes: int) -> None:
         self.live -= num_bytes
 
-    def _level(self) -> int:
+    def level_bytes(self) -> int:
+        """What is live apart from buffers of collectives that a neighbour frees."""
         return self.live - self.held_flat - self.reduce_input - self.pending_bytes
 
     def _enter_phase(self, phase: str) -> None:

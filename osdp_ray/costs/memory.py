@@ -77,7 +77,7 @@ class StepSimulator(Fsdp2):
         return self.by_operator[position].get(subject)
 
     def _play(self, position: int, micro_batch: int) -> SectionBytes:
-        before = self._level()
+        before = self.level_bytes()
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.peak)
         self.peak = self.section_peak = self.live
         compiled = self.table.compiled(
@@ -105,7 +105,7 @@ class StepSimulator(Fsdp2):
                 _HOOKS[code](self, unit, _seen_from_home(unit, subject))
         self._hand_on(position, compiled)
         peak = max(self.section_peak, self.peak)
-        return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self._level())
+        return SectionBytes(before_bytes=before, peak_bytes=peak, after_bytes=self.level_bytes())
 
     def _run(self, net: int, peak: int) -> None:
         self.peak = max(self.peak, self.live + peak)

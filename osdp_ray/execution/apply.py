@@ -140,7 +140,18 @@ def _meshes(plan: Plan, device_type: str) -> dict[ShardOver, DeviceMesh]:
 
 def _innermost_first(units: Iterable[Unit]) -> list[Unit]:
     """Units whose modules lie inside another unit's modules come before it: `fully_shard` works bottom-up."""
-    return sorted(units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules))
+    left, ordered = list(units), []
+    while left:
+        inner = [unit for unit in left if not any(_lies_in(other, unit) for other in left if other is not unit)]
+        ordered += inner or left  # of two that lie in each other, neither comes first
+        left = [unit for unit in left if unit not in ordered]
+    return ordered
+
+
+def _lies_in(unit: Unit, other: Unit) -> bool:
+    return any(
+        not path or name.startswith(f"{path}.") for path in other.modules for name in unit.modules if name != path
+    )
 
 
 def free_gathered(model: nn.Module) -> None:

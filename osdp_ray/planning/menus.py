@@ -229,7 +229,7 @@ def _play(
                 unit.sizes = WEIGHTLESS
     passes = []
     for reduces in synchronises:
-        base = simulator.live
+        base = simulator.level_bytes()
         forward, backward = simulator.play_micro_batch(micro_batch, synchronises=reduces)
         kept = forward[middle].after_bytes - forward[middle].before_bytes
         passes.append(

@@ -52,7 +52,7 @@ def profile_of(classes, sections, precision, ranks_per_node):
     workload = types.SimpleNamespace(name="three", precision=precision)
     structure = types.SimpleNamespace(classes=classes, sections=sections)
     traced = types.SimpleNamespace(
-        structure=structure, traces=(), evaluation=(), batch_bytes_per_sample=0, buffer_bytes=0
+        structure=structure, traces=(), evaluation=(), batch_bytes_per_sample=0, buffer_bytes=0, buffer_scratch_bytes=0
     )
     return traced_profile(workload, traced, ranks_per_node=ranks_per_node)
 

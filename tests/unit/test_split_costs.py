@@ -92,7 +92,9 @@ def test_slices_are_gathered_one_by_one_so_a_leaner_peak_takes_more_collectives(
 def test_menus_split_what_is_large_and_can_be(profile):
     assert splittable(profile, 1) == (1, 2, UP, DOWN)
     assert large_operators(profile, 1) == (UP, DOWN)
-    assert splittable(profile, 0) == ()
+    stem, block, head = profile.classes
+    plain = dataclasses.replace(stem, operators=tuple(dataclasses.replace(o, can_split=False) for o in stem.operators))
+    assert splittable(dataclasses.replace(profile, classes=(plain, block, head)), 0) == ()
     found = split_assignments(profile.classes[1], (DP, ZERO2, ZERO3), (UP, DOWN))
     splits = {splits_of(profile.classes[1], units) for units in found}
     assert {((UP, k),) for k in (2, 4, 8)} | {((UP, k), (DOWN, k)) for k in (2, 4, 8)} <= splits

@@ -46,7 +46,7 @@ def plans_of(workload, traced, rng, worlds):
             yield profile, make_plan(profile, sections, micro_batch=1, accumulation=1)
 
 
-@pytest.mark.parametrize(("index", "name"), enumerate(available_models()))
+@pytest.mark.parametrize(("index", "name"), list(enumerate(available_models())))
 def test_the_peak_of_building_any_model_is_predicted(index, name):
     workload, traced = workload_and_trace(name, "fp32")
     profile = traced_profile(workload, traced, ranks_per_node=((2,), (2, 2), (3,), (64,))[index % 4])
