@@ -4,7 +4,8 @@ The program knows long rows of blocks by counts, in one order, and links between
 position by position. Of every stretch of equal sections the first and the last one are looked at, and the stretch as a
 whole. What a change saves is worked out for all columns at once, as costs.streams has it: beside section p only the
 sections before and behind it change. What it holds is bounded from below by the program's rows; what may fit is played
-by the simulator, the fastest first. The number of plays is limited, so that the same plan comes out on any machine.
+by the simulator: first what also holds less, then the rest, the fastest first. The number of plays is limited, so that
+the same plan comes out on any machine.
 """
 
 import dataclasses
@@ -37,8 +38,12 @@ def polished(profile: Profile, found: Candidate, budget_bytes: int) -> Candidate
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """Positions `first` to `end - 1` take a column; `more_s` seconds of a step, below 0 where it is faster."""
+    """Positions `first` to `end - 1` take a column; `more_s` seconds of a step, below 0 where it is faster.
 
+    `is_leaner`: the column holds no more at the end of forward than the one before.
+    """
+
+    is_leaner: bool
     more_s: float
     first: int
     end: int
@@ -70,7 +75,7 @@ class _Polish:
         tried: set[tuple[int, int, int, tuple[int, ...]]] = set()
         while plays < _MAX_PLAYS and in_vain < _MAX_PLAYS_IN_VAIN:
             applied = False
-            for change in sorted(self._changes(budget_bytes), key=lambda c: (c.more_s, c.first, c.end, c.column)):
+            for change in sorted(self._changes(budget_bytes), key=_order):
                 key = (change.first, change.end, change.column, tuple(self.columns))
                 if key in tried or plays >= _MAX_PLAYS or in_vain >= _MAX_PLAYS_IN_VAIN:
                     continue
@@ -106,8 +111,11 @@ class _Polish:
             for position in dict.fromkeys((first, end - 1)):
                 more = self._more_s(position)
                 more[~levels.may_fit(position, budget_bytes)] = 0.0
-                order = np.argsort(more, kind="stable")[:_PER_POSITION]
-                yield from (_Change(float(more[j]), position, position + 1, int(j)) for j in order if more[j] < least)
+                order, is_leaner = np.argsort(more, kind="stable"), self._is_leaner(position)
+                leaner = [j for j in order if more[j] < least and is_leaner[j]]
+                for j in dict.fromkeys((*order[:_PER_POSITION], *leaner[:_PER_POSITION])):
+                    if more[j] < least:
+                        yield _Change(bool(is_leaner[j]), float(more[j]), position, position + 1, int(j))
             if end - first > 1:
                 yield from self._of_stretch(first, end, least)
 
@@ -120,7 +128,14 @@ class _Polish:
                 changed = [*self.columns[:first], *[int(j)] * (end - first), *self.columns[end:]]
                 more = self._total_s(changed) - before
                 if more < least:
-                    yield _Change(more, first, end, int(j))
+                    yield _Change(bool(self._is_leaner(first)[j]), more, first, end, int(j))
+
+    def _is_leaner(self, position: int) -> npt.NDArray[np.bool_]:
+        """Whether each column holds no more at the end of forward than the one at a position does."""
+        menu = self.layout.menus[self.classes[position]]
+        held = menu.persistent + menu.base[-1] + menu.kept[-1]
+        found: npt.NDArray[np.bool_] = held <= held[self.columns[position]]
+        return found
 
     def _more_s(self, position: int) -> Floats:
         """What every column at a position adds to the seconds of the step."""
@@ -210,6 +225,10 @@ class _Polish:
     def _backward(self, position: int, reduces: bool) -> float:
         seconds = self._link(position, "backward") + self._link(position, "copy_backward_s")
         return seconds + self._link(position, "copy_reduce_s") if reduces else seconds
+
+
+def _order(change: _Change) -> tuple[bool, float, int, int, int]:
+    return (not change.is_leaner, change.more_s, change.first, change.end, change.column)
 
 
 def _stretches(classes: Sequence[int], columns: Sequence[int]) -> Iterator[tuple[int, int]]:
