@@ -34,7 +34,7 @@ class Effort:
 # Small models with small menus exactly: those that can be enumerated. Others until more work hardly pays.
 _EXACT = (
     Effort(per_slot=40, per_long_slot=0, gap_fraction=0.0, max_nodes=2000, max_cut_rounds=30, close_fraction=0.0),
-    Effort(per_slot=160, per_long_slot=0, gap_fraction=0.0, max_nodes=20000, max_cut_rounds=100, close_fraction=0.0),
+    Effort(per_slot=200, per_long_slot=0, gap_fraction=0.0, max_nodes=20000, max_cut_rounds=200, close_fraction=0.0),
 )
 _NEAR = (
     Effort(per_slot=16, per_long_slot=0, gap_fraction=1e-6, max_nodes=100, max_cut_rounds=10, close_fraction=1e-3),

@@ -13,7 +13,7 @@ from osdp_ray.errors import InfeasibleError
 from osdp_ray.planning import plan
 from osdp_ray.planning.choices import CHOICES, RECOMPUTES, uniform_sections
 from osdp_ray.units import MIB
-from tests.enumeration import faster_plan_that_fits, fits, lowest_peak_bytes, random_instance
+from tests.enumeration import faster_plan_that_fits, fits, lowest_peak_bytes, random_instance, random_split_instance
 from tests.random_profiles import random_profile
 
 NUM_INSTANCES = 6
@@ -27,9 +27,10 @@ def uniform_predictions(profile, shapes):
         yield predict_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
 
 
+@pytest.mark.parametrize("draw", [random_instance, random_split_instance], ids=["whole", "split"])
 @pytest.mark.parametrize("seed", range(NUM_INSTANCES))
-def test_no_plan_of_all_that_fit_is_faster_with_every_option_and_overlap(seed):
-    instance = random_instance(seed)
+def test_no_plan_of_all_that_fit_is_faster_with_every_option_and_overlap(draw, seed):
+    instance = draw(seed)
 
     made = plan(
         instance.profile,
