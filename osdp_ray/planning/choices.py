@@ -90,6 +90,20 @@ def with_slices(section_class: SectionClass, names: Iterable[str]) -> SectionCla
     return split_class(section_class, splits).section_class
 
 
+def made_whole(section_class: SectionClass, section: SectionPlan, operators: Iterable[str]) -> SectionPlan | None:
+    """The section without slices of these operators; None where the slices of one choose differently."""
+    chosen: dict[str, set[Choice]] = {}
+    wanted = set(operators)
+    for unit in section.units:
+        for name in unit.operators:
+            operator = parse_slice(name)[0]
+            chosen.setdefault(operator if operator in wanted else name, set()).add(unit.choice)
+    if any(len(choices) > 1 for choices in chosen.values()):
+        return None
+    whole = {name: choices.pop() for name, choices in chosen.items()}
+    return dataclasses.replace(section, units=group_units(section_class, whole))
+
+
 def uniform_section(section_class: SectionClass, name: str, choice: Choice, recompute: Recompute) -> SectionPlan:
     """A section in which every operator makes the same choice."""
     units = group_units(section_class, {operator.name: choice for operator in section_class.operators})

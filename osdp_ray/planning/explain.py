@@ -9,11 +9,11 @@ import itertools
 
 from osdp_ray.costs import explain_peaks, predict_sections
 from osdp_ray.planning import plan as make_plan
-from osdp_ray.planning.choices import RECOMPUTES, choices_of, group_units
+from osdp_ray.planning.choices import RECOMPUTES, choices_of, group_units, made_whole
 from osdp_ray.planning.layout import compute_s
 from osdp_ray.planning.menus import Menu, StepShape
 from osdp_ray.planning.search import as_words, largest_operator
-from osdp_ray.records.plan import Plan, Prediction, SectionPlan
+from osdp_ray.records.plan import Plan, Prediction, SectionPlan, parse_slice, short_names
 from osdp_ray.records.profile import Profile
 from osdp_ray.units import GIB
 
@@ -137,15 +137,17 @@ class _Trial:
         section_class = self.profile.classes[self.profile.sections[position].class_index]
         chosen = {operator: unit.choice for unit in section.units for operator in unit.operators}
         found = []
-        for unit in section.units:
+        for made, operators in section.units_alike():
             steps = []
             for choice in choices_of(self.profile):
-                if choice != unit.choice:
-                    units = group_units(section_class, chosen | dict.fromkeys(unit.operators, choice))
+                if choice != made:
+                    units = group_units(section_class, chosen | dict.fromkeys(operators, choice))
                     changed = dataclasses.replace(section, units=units)
                     steps.append(self._step(position, changed, choice.label))
-            subject = ", ".join(unit.operators)
-            found.append(self._reason(name, num, subject, unit.choice.label, steps))
+            splits = {parse_slice(operator)[0] for operator in operators} - {*operators}
+            if splits and (whole := made_whole(section_class, section, splits)) is not None:
+                steps.append(self._step(position, whole, "whole"))
+            found.append(self._reason(name, num, ", ".join(short_names(operators)), made.label, steps))
         if section.is_block:
             steps = [
                 self._step(position, dataclasses.replace(section, recompute=other), f"recompute {other}")

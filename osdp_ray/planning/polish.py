@@ -9,12 +9,14 @@ the same plan comes out on any machine.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from osdp_ray.costs import simulate_sections
+from osdp_ray.planning.choices import made_whole
 from osdp_ray.planning.layout import Layout, build_layout
 from osdp_ray.planning.menus import Floats
 from osdp_ray.planning.search import ROUNDING_FRACTION, Candidate, as_words, better, candidate
@@ -29,11 +31,40 @@ _PER_POSITION = 3
 def polished(profile: Profile, found: Candidate, budget_bytes: int) -> Candidate:
     """A plan that is at least as fast as the one found, at the same batch, and fits."""
     polish = _Polish(profile, found)
-    if not polish.is_known:
-        return found
-    sections = polish.run(budget_bytes)
-    changed = candidate(profile, sections, found.shape)
-    return changed if sections != found.sections and better(changed, found) else found
+    if polish.is_known:
+        sections = polish.run(budget_bytes)
+        changed = candidate(profile, sections, found.shape)
+        if sections != found.sections and better(changed, found):
+            found = changed
+    return _without_idle_slices(profile, found, budget_bytes)
+
+
+def _without_idle_slices(profile: Profile, found: Candidate, budget_bytes: int) -> Candidate:
+    """The plan without slices that save no time and no memory that is needed."""
+    classes = [section.class_index for section in profile.sections]
+    first = 0
+    for _, group in itertools.groupby(zip(classes, found.sections, strict=True), key=_does):
+        run = list(group)
+        class_index, section = run[0]
+        for operator in section.splits:
+            now = found.sections[first]
+            whole = made_whole(profile.classes[class_index], now, (operator,))
+            if whole is None:
+                continue
+            changed = [
+                dataclasses.replace(whole, name=other.name) for other in found.sections[first : first + len(run)]
+            ]
+            sections = (*found.sections[:first], *changed, *found.sections[first + len(run) :])
+            simpler = candidate(profile, sections, found.shape)
+            slower = found.samples_per_s / simpler.samples_per_s - 1
+            if simpler.prediction.peak_bytes <= budget_bytes and slower <= ROUNDING_FRACTION / 4:
+                found = simpler
+        first += len(run)
+    return found
+
+
+def _does(pair: tuple[int, SectionPlan]) -> tuple[object, ...]:
+    return pair[0], pair[1].recompute, pair[1].units
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,12 +6,13 @@ import random
 import pytest
 
 from osdp_ray.costs import simulate_sections, step_seconds
-from osdp_ray.planning.choices import DP, ZERO3, uniform_sections
+from osdp_ray.planning.choices import DP, ZERO3, group_units, uniform_sections, with_slices
 from osdp_ray.planning.layout import build_layout, compute_s
 from osdp_ray.planning.menus import StepShape
-from osdp_ray.planning.polish import _Levels, _Polish, polished
+from osdp_ray.planning.polish import _Levels, _Polish, _without_idle_slices, polished
 from osdp_ray.planning.relaxation import relax
 from osdp_ray.planning.search import as_words, candidate
+from osdp_ray.records.plan import slice_name
 from tests.random_profiles import random_profile
 
 SHAPES = (
@@ -130,3 +131,26 @@ def test_no_order_of_a_deep_models_blocks_is_faster_than_the_bound(seed):
         slots = [0] + [1] * 14 + [2]
         worst = max(relaxation.reduced[slot][j] for slot, j in zip(slots, columns, strict=True))
         assert relaxation.bound + worst <= prediction.step_s * (1 + 1e-7)
+
+
+def test_slices_that_save_neither_time_nor_needed_memory_are_made_whole_again():
+    rng = random.Random(3)
+    profile = deep(random_profile(rng, max_layers=1, merge=True, splits=True), 4)
+    profile = dataclasses.replace(
+        profile, overlaps=True, links=tuple(dataclasses.replace(link, latency_s=0.0) for link in profile.links)
+    )
+    whole = uniform_sections(profile, ZERO3, "none")
+    block = profile.classes[1]
+    large = block.operators[1].name
+    cut = with_slices(block, [slice_name(large, i, 4) for i in range(4)])
+    units = group_units(cut, {operator.name: ZERO3 for operator in cut.operators})
+    sections = tuple(dataclasses.replace(s, units=units) if s.is_block else s for s in whole)
+    split = candidate(profile, sections, StepShape(micro_batch=2, accumulation=1))
+    assert any(section.splits for section in split.sections)
+
+    roomy = _without_idle_slices(profile, split, 1 << 40)
+    tight = _without_idle_slices(profile, split, split.prediction.peak_bytes)
+
+    assert not any(section.splits for section in roomy.sections)
+    assert roomy.samples_per_s >= split.samples_per_s * (1 - 1e-6)
+    assert tight.prediction.peak_bytes <= split.prediction.peak_bytes
