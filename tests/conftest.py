@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-E2E = "tests/e2e/"
+HEAVY = ("tests/e2e/", "tests/distributed/")  # tests of several processes
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
@@ -16,18 +16,19 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first: whole runs."""
-    items.sort(key=lambda item: not item.nodeid.startswith(E2E))
+    """The longest first: whole runs, then gloo ranks and Ray's actors."""
+    items.sort(key=lambda item: next((i for i, h in enumerate(HEAVY) if item.nodeid.startswith(h)), len(HEAVY)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """The tests of a file stay together, and of whole runs one goes on at a time."""
+    """The tests of a file stay together, and of those of several processes one goes on at a time: Ray gives up where its
+    own processes start too slowly."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return E2E if nodeid.startswith(E2E) else nodeid.split("::", 1)[0]
+            return HEAVY[0] if nodeid.startswith(HEAVY) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
 

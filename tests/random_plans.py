@@ -256,11 +256,17 @@ def plain_curve(drill):
 
 def _backward_in_bf16(workload, model: nn.Module, batch, num_micro_batches):
     """Computes with a bf16 copy of the parameters and adds its gradients, in fp32, to the model's."""
+
+    def cast(values):
+        return tree_map(lambda v: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v, values)
+
     computing = copy.deepcopy(model)
     for parameter in computing.parameters():
         parameter.data = parameter.data.bfloat16()
-    cast = tree_map(lambda leaf: leaf.bfloat16() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf, batch)
-    loss = workload.loss(computing, cast)
+    for module in computing.modules():  # as FSDP2 does for a unit: buffers in fp32 may have made inputs fp32
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(lambda _, args: cast(args))
+    loss = workload.loss(computing, cast(batch))
     (loss / num_micro_batches).backward()
     for kept, used in zip(model.parameters(), computing.parameters(), strict=True):
         if used.grad is not None:

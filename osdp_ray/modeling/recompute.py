@@ -105,6 +105,11 @@ class _Reuse(TorchDispatchMode):
         kept = self.kept.popleft()[1]
         return None if has_changed else kept
 
+    def next_dtype(self) -> torch.dtype:
+        """The type of the next of what was kept."""
+        dtype: torch.dtype = self.kept[0][1].dtype if self.kept else torch.get_default_dtype()
+        return dtype
+
     def has_changed(self) -> bool:
         """Whether the next of what was kept was changed in place since."""
         return bool(self.kept) and _versions(self.kept[0][1]) != self.kept[0][2]
@@ -112,11 +117,11 @@ class _Reuse(TorchDispatchMode):
 
 def keep_or_reuse(
     run: Callable[[], torch.Tensor],
-    save: Callable[[], torch.Tensor],
+    save: Callable[[torch.dtype], torch.Tensor],
     give: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """`run()` as one expensive operation, whatever it is made of: its output is kept in forward, and where it is there
-    already, `give(save(), output)` takes its place. `save` does what backward needs; torch may stop there."""
+    already, `give(save(its type), output)` takes its place. `save` does what backward needs; torch may stop there."""
     for mode in reversed(_get_current_dispatch_mode_stack()):  # torch 2.13
         if isinstance(mode, _Keep):
             result = run()
@@ -127,7 +132,7 @@ def keep_or_reuse(
             if mode.has_changed():
                 mode.take(keep_or_reuse)
                 return run()
-            saved = save()
+            saved = save(mode.next_dtype())
             return give(saved, mode.take(keep_or_reuse))
     return run()
 

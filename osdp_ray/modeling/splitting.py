@@ -128,7 +128,7 @@ class SplitOperator(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_expensive:
             return self._run(x)
-        return keep_or_reuse(lambda: self._run(x), lambda: self._saved_anew(x), _Given.apply)
+        return keep_or_reuse(lambda: self._run(x), lambda dtype: self._saved_anew(x, dtype), _Given.apply)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         work, token = _Work(), self._token(x)
@@ -137,10 +137,11 @@ class SplitOperator(nn.Module):
         work.x = work.out = None
         return out.view(*self._leading(x), self.out_features)
 
-    def _saved_anew(self, x: torch.Tensor) -> torch.Tensor:
-        """The token of a run whose output is there already: all that it does is to save backward's input."""
-        token = self._token(x)
-        return _Save.apply(token, self.slices[0].saved(self._flat(x))) if token.requires_grad else token
+    def _saved_anew(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The token of a run whose output is there already: all that it does is to save backward's input, in the type
+        that is computed with, to which FSDP2 casts what a slice is given."""
+        token, x = self._token(x), self._flat(x).to(dtype)
+        return _Save.apply(token, self.slices[0].saved(x)) if token.requires_grad else token
 
     def _token(self, x: torch.Tensor) -> torch.Tensor:
         trains = any(parameter.requires_grad for parameter in self.parameters())
@@ -308,8 +309,9 @@ class _Slice(nn.Module):
         return work.out
 
     def saved(self, x: torch.Tensor) -> torch.Tensor:
-        """What backward needs to be kept: the input for the weight's gradient, or, as torch does, the weight."""
-        return x if self.weight.requires_grad else self.weight
+        """What backward needs to be kept: the input for the weight's gradient. Where that is frozen torch keeps the
+        weight, and something must be: recomputation stops at the last of what was kept."""
+        return x if self.weight.requires_grad else x.new_empty(0)
 
 
 class _Save(torch.autograd.Function):
