@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """The tests of a file stay together, and of those of several processes one goes on at a time: Ray gives up where its
-    own processes start too slowly."""
+    """The tests of a file stay together, and of those of several processes one goes on at a time: Ray gives up where
+    its own processes start too slowly."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

@@ -17,8 +17,8 @@ TIMES = int(os.environ.get("OSDP_DRILLS", "1"))
 WORLDS = {(1,): 12 * TIMES, (2,): 9 * TIMES, (2, 2): 6 * TIMES}
 NUM_BF16 = 2 * TIMES
 FP32_FRACTION = 1e-5
-# bf16 keeps 8 bits: sums in another order (a mean over ranks for one over micro-batches, products over slices) differ by
-# units of its last place, and so does what five steps make of them.
+# bf16 keeps 8 bits: sums in another order (a mean over ranks for one over micro-batches, products over slices) differ
+# by units of its last place, and so does what five steps make of them.
 BF16_FRACTION = 2**-6
 
 
