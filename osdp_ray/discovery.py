@@ -77,16 +77,16 @@ def _start_embedded(num_workers: int | None) -> None:
         # Ray would turn token authentication on by itself and leave a token file in the home folder, readable by all.
         # A token in the environment gives the same protection to this cluster alone.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    remedy = "See the newest folder below /tmp/ray for its logs."
-    with _callers_sigterm(), _cluster_errors("Ray did not start on this machine", remedy):
-        ray.init(
-            address="local",
-            num_cpus=num_slots,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    remedy = "See the newest folder below /tmp/ray for its logs; try again where the machine is less busy."
+    settings = {"num_cpus": num_slots, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    for is_last in (False, True):
+        try:
+            with _callers_sigterm(), _cluster_errors("Ray did not start on this machine", remedy):
+                ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **settings)
+            return
+        except ClusterError as error:
+            if is_last or "timed out during startup" not in str(error):  # ray 2.60 gives its own processes 30 s
+                raise
 
 
 def _has_auth_settings() -> bool:
@@ -164,13 +164,15 @@ def _cluster_errors(problem: str, remedy: str) -> Iterator[None]:
     """Turns what `ray.init` raises into a ClusterError, with nothing of the attempt left."""
     try:
         yield
-    except (ray.exceptions.RayError, RuntimeError, ValueError, OSError, AssertionError) as error:
+    except BaseException as error:
         ray.shutdown()
+        if type(error) is not Exception and not isinstance(error, _OF_RAY):
+            raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ClusterError(f"{problem}: {first_line}", remedy) from error
-    except BaseException:
-        ray.shutdown()
-        raise
+
+
+_OF_RAY = (ray.exceptions.RayError, RuntimeError, ValueError, OSError, AssertionError)  # and Exception itself
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-HEAVY = ("tests/e2e/", "tests/distributed/")  # tests of several processes
+RAY = ("tests/e2e/", "tests/distributed/test_testbed.py", "tests/distributed/test_profiling_actors.py")
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
@@ -16,19 +16,19 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first: whole runs, then gloo ranks and Ray's actors."""
-    items.sort(key=lambda item: next((i for i, h in enumerate(HEAVY) if item.nodeid.startswith(h)), len(HEAVY)))
+    """The longest first: whole runs, then what else starts Ray."""
+    items.sort(key=lambda item: next((i for i, path in enumerate(RAY) if item.nodeid.startswith(path)), len(RAY)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """The tests of a file stay together, and of those of several processes one goes on at a time: Ray gives up where
-    its own processes start too slowly."""
+    """The tests of a file stay together, and of those that start Ray one goes on at a time: it gives up where its own
+    processes start too slowly."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return HEAVY[0] if nodeid.startswith(HEAVY) else nodeid.split("::", 1)[0]
+            return RAY[0] if nodeid.startswith(RAY) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
 

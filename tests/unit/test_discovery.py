@@ -10,6 +10,7 @@ import time
 import pytest
 import ray
 
+from osdp_ray import discovery
 from osdp_ray.discovery import connect, select_devices
 from osdp_ray.errors import ClusterError, UsageError
 from osdp_ray.records.cluster import Device
@@ -226,3 +227,22 @@ def test_the_callers_sigterm_handler_stays_and_without_one_rays_does(monkeypatch
         assert signal.getsignal(signal.SIGTERM) is rays
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_ray_that_starts_too_slowly_is_tried_once_more_and_then_named(monkeypatch, num_failures):
+    calls = []
+
+    def init(**settings):
+        calls.append(settings)
+        if len(calls) <= num_failures:
+            raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(discovery.ray, "init", init)
+    monkeypatch.setattr(discovery.ray, "shutdown", lambda: None)
+    if num_failures == 1:
+        discovery._start_embedded(1)
+    else:
+        with pytest.raises(ClusterError, match=r"Ray did not start .* timed out during startup.* less busy"):
+            discovery._start_embedded(1)
+    assert len(calls) == 2
