@@ -15,7 +15,7 @@ once, by the first slice, before anything is computed: where an operator is reco
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +56,7 @@ def is_splittable(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def watch_weights(model: nn.Module) -> Iterator[set[str]]:
+def watch_weights(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[set[str]]:
     """Within the context, gathers the paths of operators whose weight or bias anyone but their own forward reads.
 
     Slices have none to show.
@@ -64,7 +64,7 @@ def watch_weights(model: nn.Module) -> Iterator[set[str]]:
     read: set[str] = set()
     running: list[nn.Module] = []
     changed = []
-    for path, module in model.named_modules():
+    for path, module in modules:
         if is_splittable(module):
             changed.append((module, type(module)))
             module.__class__ = _watched(type(module), path, read, running)

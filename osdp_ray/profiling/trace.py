@@ -162,7 +162,7 @@ class _Found:
 
     def record_evaluation(self, subject: "_Subject") -> None:
         """Records a forward without gradients at every micro-batch."""
-        with watch_weights(subject.model) as self.read:
+        with watch_weights(subject.modules) as self.read:
             recorders = [subject.record({}, batch, evaluates=True) for batch in self.batches]
         self.evaluations.append(self._join({}, recorders))
 

@@ -126,7 +126,7 @@ def test_a_weight_that_another_module_reads_is_noticed():
             return super().forward(tokens) + self.block.up.weight.sum()
 
     model = Reads()
-    with watch_weights(model) as read:
+    with watch_weights(model.named_modules()) as read:
         model(torch.zeros(2, 3, dtype=torch.long))
     assert read == {"block.up"}
     assert type(model.head) is nn.Linear
