@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-RAY = ("tests/e2e/", "tests/distributed/test_testbed.py", "tests/distributed/test_profiling_actors.py")
+RAY = ("tests/distributed/test_profiling_actors.py", "tests/e2e/", "tests/distributed/test_testbed.py")
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
