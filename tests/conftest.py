@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-RAY = ("tests/distributed/test_profiling_actors.py", "tests/e2e/", "tests/distributed/test_testbed.py")
+RAY = ("tests/e2e/", "tests/distributed/test_testbed.py")  # whole runs and clusters
+FIRST = (*RAY, "tests/distributed/test_profiling_actors.py")  # the last in a process that has seen no other Ray
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
@@ -17,13 +18,13 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 def pytest_collection_modifyitems(items):
     """The longest first: whole runs, then what else starts Ray."""
-    items.sort(key=lambda item: next((i for i, path in enumerate(RAY) if item.nodeid.startswith(path)), len(RAY)))
+    items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """The tests of a file stay together, and of those that start Ray one goes on at a time: it gives up where its own
-    processes start too slowly."""
+    """The tests of a file stay together, and of whole runs and clusters one goes on at a time: Ray gives up where its
+    own processes start too slowly."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

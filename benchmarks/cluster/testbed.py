@@ -30,9 +30,9 @@ _WAIT_FOR_NODES = """
 import sys, time, ray
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 deadline = time.monotonic() + float(sys.argv[3])
-while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[2]):
+while sum(node["Alive"] for node in ray.nodes()) != int(sys.argv[2]):
     if time.monotonic() > deadline:
-        sys.exit(f"{sum(node['Alive'] for node in ray.nodes())} of {sys.argv[2]} nodes have joined")
+        sys.exit(f"Ray lists {sum(node['Alive'] for node in ray.nodes())} nodes, and {sys.argv[2]} run")
     time.sleep(0.2)
 """
 
@@ -180,9 +180,11 @@ class TestBed:
         self.node(index).end()
 
     def start_node(self, index: int, *, env: Mapping[str, str] | None = None) -> None:
-        """Starts a node anew, or one more, and waits until Ray knows it."""
+        """Starts a node anew, or one more, and waits until Ray knows it, and that the one before it is gone."""
         if index in self._nodes and self._nodes[index].is_running:
             raise TestBedError(f"node {index} runs", "Kill it first, or give another number.")
+        # Ray takes a killed node for alive until some heartbeats are missed; its place would be counted twice.
+        self._wait_for(sum(node.is_running for node in self._nodes.values()))
         self._start_node(index, env or {})
         self._wait_for(sum(node.is_running for node in self._nodes.values()))
         self._write_state(is_ready=True)

@@ -371,6 +371,8 @@ class _Measurer:
 
 
 def _summary(error: BaseException) -> str:
-    """An error in a line; Ray's own texts hold whole tracebacks."""
-    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
-    return f"{type(error).__name__}: {first_line.rstrip('.')}"
+    """An error in a line; Ray's own texts hold whole tracebacks. Where they tell a cause, that says more than the first
+    line does: 'The actor died because its node has died'."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no text"]
+    causes = [line for line in lines if " because " in line] if isinstance(error, ray.exceptions.RayError) else []
+    return f"{type(error).__name__}: {(causes or lines)[0].rstrip('.')}"

@@ -25,9 +25,6 @@ MOST_S = 60.0
 # A clock of its own for every Python process that finds this on its path.
 OTHER_CLOCK = f"import time\n_time = time.time\ntime.time = lambda: _time() + {MOST_CLOCK_OFFSET_S + 240}\n"
 
-if not os.environ.get("OSDP_TESTBED"):
-    pytest.skip("OSDP_TESTBED=1 brings up nodes in namespaces, which takes minutes", allow_module_level=True)
-
 
 @pytest.fixture(scope="module")
 def bed():
@@ -86,7 +83,8 @@ def test_a_profile_names_the_node_whose_link_and_cores_are_slow(bed, tmp_path):
     assert "error" not in found, found
     profile = Profile.load(tmp_path / "profile.json")
     slow = profile.slow_nodes()
-    assert [node.address for node in profile.nodes] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    assert profile.nodes[0].address == "10.77.0.1", "the driver's node comes first, the others by Ray's random names"
+    assert {node.address for node in profile.nodes} == {"10.77.0.1", "10.77.0.2", "10.77.0.3"}
     assert any("node node2 (10.77.0.3)" in text and ": link" in text for text in slow), slow
     assert any("node node2 (10.77.0.3)" in text and "computes" in text for text in slow), slow
     assert all(text in found["found"]["table"] for text in slow)
@@ -102,7 +100,11 @@ def test_nodes_that_cannot_reach_one_another_are_named(bed):
     finally:
         bed.mend(1, 2)
 
-    assert "node node1 (10.77.0.2) cannot reach 10.77.0.3: port" in found["error"], found
+    ways = (
+        "node node1 (10.77.0.2) cannot reach 10.77.0.3: port",
+        "node node2 (10.77.0.3) cannot reach 10.77.0.2: port",
+    )
+    assert any(way in found["error"] for way in ways), found  # whichever Ray lists first
     assert "was tried" in found["error"]
     assert "Open the ports between these nodes" in found["error"]
     assert found["seconds"] < MOST_S
