@@ -17,7 +17,7 @@ from ray.util.placement_group import placement_group_table
 
 from osdp_ray.discovery import connect, discover, select_devices
 from osdp_ray.errors import ClusterError, UsageError, WorkerError
-from osdp_ray.profiling.actors import MeasuringGroup
+from osdp_ray.profiling.actors import MeasuringGroup, _summary
 from osdp_ray.profiling.links import FREE_BYTES_PER_S, measure_copy, measure_links, measure_node_links
 from osdp_ray.profiling.slowdown import measure_slowdown
 from osdp_ray.records.cluster import Device
@@ -193,3 +193,11 @@ def test_gpus_that_ray_has_and_the_machine_has_not_are_errors_that_name_the_node
         assert {entry["state"] for entry in placement_group_table().values()} == {"REMOVED"}
     finally:
         ray_cluster.remove_node(node)
+
+
+def test_of_what_ray_says_of_a_lost_actor_the_cause_is_told():
+    text = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: A\nIt died because its node has died."
+    )
+    assert _summary(ray.exceptions.RayError(text)) == "RayError: It died because its node has died"
+    assert _summary(ValueError("no luck\nbecause of that")) == "ValueError: no luck"
