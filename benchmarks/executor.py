@@ -51,7 +51,7 @@ MICRO_BATCH, MAX_NORM, NUM_WARM_UP = 4, 1.0, 3
 
 def main() -> None:
     flags = parse_flags(__doc__ or "")
-    num_pairs = 12 if flags.quick else 60
+    num_pairs = 6 if flags.quick else 30
     figures: dict = {"by_ranks": {}}
     rows = []
     for ranks_per_node in WORLDS:
@@ -123,7 +123,7 @@ def run_rank(
     torch.set_num_threads(1)
     num_ranks = sum(ranks_per_node)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
-    size = {"layers": 4, "hidden": 256} if is_small else {"layers": 8, "hidden": 384}
+    size = {"layers": 2, "hidden": 256} if is_small else {"layers": 8, "hidden": 384}
     workload = GptWorkload(heads=4, sequence=128, data=__file__, **size)
     profile = traced_profile(workload, trace(workload), ranks_per_node=ranks_per_node)
     found = {}

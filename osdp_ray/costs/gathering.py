@@ -8,8 +8,8 @@
     after backward   whole parameters freed; the previous unit's reduction input freed, this one's allocated,
                      gradients copied into it and freed, the reduced shard allocated
 
-(`torch.distributed.fsdp._fully_shard`.) gloo's gathers work on a copy of the whole; its reductions, in a ring of our
-own, on their input and output alone.
+(`torch.distributed.fsdp._fully_shard`; replicated units copy less, see `modeling.replicas`.) gloo's gathers work on a
+copy of the whole; its reductions, in a ring of our own, on their input and output alone.
 """
 
 from osdp_ray.costs.levels import PHASES, PlayedUnit
@@ -187,6 +187,9 @@ class Fsdp2:
         self.reduce_input = 0
         if not unit.gradient_bytes:
             return
+        if sizes.group_size == 1:
+            self._reduce_in_place(unit, waited)
+            return
         self._alloc(sizes.reduce_bytes)
         self.reduce_input = sizes.reduce_bytes
         if self.profile.device_kind == "cpu":
@@ -201,6 +204,18 @@ class Fsdp2:
                 self.reduced_bytes += sizes.gradient_bytes  # FSDP2 holds on to what it all-reduced
             else:
                 self._free(sizes.gradient_bytes)
+        unit.has_shard_gradient = True
+
+    def _reduce_in_place(self, unit: PlayedUnit, waited: bool) -> None:
+        """Of a replicated unit: see modeling.replicas."""
+        sizes = unit.sizes
+        if unit.has_shard_gradient:
+            self._touch(sizes.replica_peak_added_bytes)
+        else:
+            self._touch(sizes.replica_peak_waited_bytes if waited else sizes.replica_peak_bytes)
+            self._alloc_quietly(sizes.gradient_bytes)
+        self._free(unit.gradient_bytes)
+        unit.gradient_bytes = 0
         unit.has_shard_gradient = True
 
     def _keep_whole_gradients(self, unit: PlayedUnit) -> None:

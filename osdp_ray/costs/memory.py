@@ -40,6 +40,7 @@ class StepSimulator(Fsdp2):
             self._add_units(section, class_index)
         self.section_of_class = {class_index: position for position, class_index in enumerate(class_indices)}
         self.left_bytes = 0
+        self.held_late: list[Held | None] = []  # let go of when backward has returned
         self.own: list[dict[int, Held]] = [{} for _ in sections]
         self.outputs: list[list[Held | None]] = [[] for _ in sections]
         self.gradient_outputs: list[list[Held | None]] = [[] for _ in sections]
@@ -88,8 +89,11 @@ class StepSimulator(Fsdp2):
             in_backward=self.in_backward,
             splits=self.splits[position],
         )
-        for code, subject, first, second in compiled.steps:
-            if code == RUN:
+        late = compiled.late if position == 0 and self.in_backward else len(compiled.steps)
+        for number, (code, subject, first, second) in enumerate(compiled.steps):
+            if number >= late:
+                self.held_late.append(self._held(position, subject))
+            elif code == RUN:
                 self._run(first, second)
             elif code == BEAR:
                 self.own[position][subject] = Held(first)
@@ -163,7 +167,7 @@ class StepSimulator(Fsdp2):
         if position + 1 < len(self.sections):
             left += [held for held in self.gradient_outputs[position + 1] if held is not None]
         for held in left:
-            if held.holders and held not in handed:
+            if held.holders and held not in handed and held not in self.held_late:
                 held.holders = 0
                 self._free(held.num_bytes)
         self.own[position].clear()
@@ -201,6 +205,9 @@ class StepSimulator(Fsdp2):
             if self.phase == "loss":
                 self._enter_phase("backward")
         self._end_backward()
+        for held in self.held_late:
+            self._hold(held, -1)
+        self.held_late.clear()
         self._free(self.left_bytes)
         self.left_bytes = 0
         for held in self.gradient_outputs[0]:

@@ -5,6 +5,7 @@ numbers: how much is live after it, and the highest on the way. A Table keeps wh
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any, Final, Literal
 
@@ -45,6 +46,14 @@ class Pass:
     steps: tuple[tuple[int, int, int, int], ...]
     outputs: tuple[int, ...]  # buffers handed on, in order, as a trace numbers them
     left_bytes: int  # own buffers of both passes that nobody frees
+
+    @functools.cached_property
+    def late(self) -> int:
+        """Where the last steps begin that only let go of neighbours' buffers: what ends a whole backward does so."""
+        number = len(self.steps)
+        while number and self.steps[number - 1][0] == FREE and self.steps[number - 1][1] < 0:
+            number -= 1
+        return number
 
 
 class Table:

@@ -98,11 +98,11 @@ def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> UnitSec
     gather_again_s = gather_s
     if choice.keep_node_shard:
         gather_again_s = _collective(profile, "node", "all_gather", sizes.flat_bytes)
-    reduce_copies = 2 if sizes.group_size == 1 else 1
     own = _overhead(profile, is_sharded=sizes.group_size > 1)
     num = sizes.num_trainable
     regather_s = copy_s + own.regather_s + num * own.regather_s_per_tensor
-    reduce_copy_s = reduce_copies * sizes.reduce_bytes / profile.copy_bytes_per_s
+    copied_bytes = sizes.reduce_bytes or sizes.replica_peak_waited_bytes
+    reduce_copy_s = copied_bytes / profile.copy_bytes_per_s
     optimizer = profile.optimizer
     return UnitSeconds(
         gather_forward_s=gather_s * factor,
@@ -143,8 +143,8 @@ def _num_trainable(profile: Profile) -> int:
 
 def _reduce_s(profile: Profile, choice: Choice, sizes: UnitBytes) -> float:
     """The reduction of one unit's gradients on the links."""
-    if choice.shard_over == "none" or sizes.group_size == 1:
-        return _collective(profile, "world", "all_reduce", sizes.reduce_bytes)
+    if sizes.group_size == 1:
+        return sum(_collective(profile, "world", "all_reduce", num_bytes) for num_bytes in sizes.replica_bytes)
     seconds = _collective(profile, _group(choice), "reduce_scatter", sizes.reduce_bytes)
     if choice.shard_over == "node":
         seconds += _collective(profile, "across", "all_reduce", sizes.gradient_bytes)

@@ -1,9 +1,10 @@
 """Bytes of an FSDP unit: what a choice does to the parameters of the operators that share it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from osdp_ray.records.plan import ShardOver, Unit
+from osdp_ray.records.plan import FLAT_BELOW_BYTES, ShardOver, Unit
 from osdp_ray.records.profile import DeviceKind, Parameter, Precision, SectionClass
 
 
@@ -15,12 +16,17 @@ class UnitBytes:
     shard_bytes     parameters held between steps
     flat_bytes      buffer of the gather, 0 where nothing is gathered
     cast_bytes      the shards in the compute type, while they are copied into the flat buffer
-    gathered_bytes  whole parameters while they are in use (a replicated unit copies its parameters too)
+    gathered_bytes  whole parameters while they are in use; of a replicated unit those that are cast, others are used
+                    as they are stored
     copy_peak_bytes highest while the whole parameters are allocated, above the level before
     node_shard_bytes      what is kept of them after forward where a node's shard is, 0 elsewhere
     node_shard_peak_bytes highest while it is copied out of them, parameter by parameter, above the level before
-    reduce_bytes    input of the gradient reduction
+    reduce_bytes    input of the gradient reduction, 0 where gradients are reduced in place
     gradient_bytes  its output, the gradient held until the optimizer's step
+    replica_bytes   what a replicated unit reduces at once: its large gradients one by one, then the others in a buffer
+    replica_peak_bytes, replica_peak_waited_bytes, replica_peak_added_bytes  highest while gradients become those of the
+                    stored parameters, above the level before: of new ones, of ones that waited in the type of the
+                    reduction, of ones that are added to what is there
     last_gradient_bytes  the whole gradient of the last parameter; where they are scattered it outlives the others
     last_full_gradient_bytes  the same in the type of the reduction
     accumulate_peak_bytes  highest while gradients are added one by one to those that wait in another type, above the
@@ -42,6 +48,10 @@ class UnitBytes:
     node_shard_peak_bytes: int
     reduce_bytes: int
     gradient_bytes: int
+    replica_bytes: tuple[int, ...]
+    replica_peak_bytes: int
+    replica_peak_waited_bytes: int
+    replica_peak_added_bytes: int
     num_trainable: int
     largest_trainable_bytes: int
     last_gradient_bytes: int
@@ -99,10 +109,18 @@ def unit_bytes(
         computed(parameter) if computed(parameter) != parameter.shard_bytes(size) else 0 for parameter in parameters
     ]
     last = trainable[-1] if trainable else None
-    gathered = [round_up(computed(parameter) * size, granule) for parameter in parameters]
+    copied = [size > 1 or cast > 0 for cast in casts]  # a replicated unit uses what is stored where it can
+    gathered = [
+        round_up(computed(parameter) * size, granule) if is_copied else 0
+        for parameter, is_copied in zip(parameters, copied, strict=True)
+    ]
     kept = [0] * len(parameters)
     if unit.choice.keep_node_shard:
         kept = [round_up(computed(parameter) * size // ranks_per_node[0], granule) for parameter in parameters]
+    large = [parameter for parameter in trainable if size == 1 and parameter.num_bytes >= FLAT_BELOW_BYTES]
+    flat = sum(parameter.num_bytes for parameter in trainable if parameter not in large) if size == 1 else 0
+    replica = [round_up(num_bytes, granule) for num_bytes in (*(p.num_bytes for p in large), flat) if num_bytes]
+    flat = round_up(flat, granule)
     return UnitBytes(
         group_size=size,
         granule=granule,
@@ -112,9 +130,15 @@ def unit_bytes(
         gathered_bytes=sum(gathered),
         node_shard_bytes=sum(kept),
         node_shard_peak_bytes=_exchange_peak(kept, gathered),
-        copy_peak_bytes=shard * size if size > 1 else _copy_peak(list(map(computed, parameters)), casts),
-        reduce_bytes=round_up(gradient * size, granule),
-        gradient_bytes=gradient,
+        copy_peak_bytes=sum(
+            computed(parameter) * size for parameter, is_copied in zip(parameters, copied, strict=True) if is_copied
+        ),
+        reduce_bytes=round_up(gradient * size, granule) if size > 1 else 0,
+        gradient_bytes=gradient if size > 1 else sum(replica),
+        replica_bytes=tuple(replica),
+        replica_peak_bytes=_replica_peak(large, flat, computed, is_added=False),
+        replica_peak_waited_bytes=flat,
+        replica_peak_added_bytes=_replica_peak(large, flat, computed, is_added=True),
         num_trainable=len(trainable),
         largest_trainable_bytes=max((parameter.shard_bytes(size) for parameter in trainable), default=0),
         last_gradient_bytes=last.numel * (_COMPUTE_BYTES[precision] or last.itemsize_bytes) if last and size > 1 else 0,
@@ -131,14 +155,19 @@ def unit_bytes(
 _COMPUTE_BYTES: dict[Precision, int] = {"fp32": 0, "bf16": 2}  # 0: as the parameter is
 
 
-def _copy_peak(sizes: list[int], casts: list[int]) -> int:
-    """Highest while replicated parameters are copied one by one: each cast lives until the next one is made."""
-    highest = done = before = 0
-    for num_bytes, cast in zip(sizes, casts, strict=True):
-        highest = max(highest, done + before + cast, done + cast + num_bytes)
-        done += num_bytes
-        before = cast
-    return highest
+def _replica_peak(
+    large: list[Parameter], flat_bytes: int, computed: Callable[[Parameter], int], *, is_added: bool
+) -> int:
+    """Highest while gradients as they were computed become those of the type of the reduction, one by one."""
+    highest = level = 0
+    for parameter in large:
+        cast = parameter.num_bytes if computed(parameter) != parameter.num_bytes else 0
+        highest = max(highest, level + cast)
+        if is_added or cast:
+            level -= computed(parameter)
+        if not is_added:
+            level += cast
+    return max(highest, level + flat_bytes)
 
 
 def _exchange_peak(sizes: list[int], freed: list[int]) -> int:
@@ -162,4 +191,4 @@ def _accumulate_peak(parameters: list[Parameter], compute_bytes: int) -> int:
 
 # A unit that holds nothing: what is left of a section's bytes is its activations.
 _NOTHING: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(UnitBytes)), 0)
-WEIGHTLESS = UnitBytes(**_NOTHING | {"group_size": 1, "full_per_gradient": 1.0, "trainable": ()})
+WEIGHTLESS = UnitBytes(**_NOTHING | {"group_size": 1, "full_per_gradient": 1.0, "trainable": (), "replica_bytes": ()})

@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from osdp_ray.errors import PlanMismatchError, ShardingError
 from osdp_ray.execution.in_place import allow_in_place
 from osdp_ray.modeling.recompute import recompute_block
-from osdp_ray.modeling.ring import RingReduceScatter
+from osdp_ray.modeling.replicas import replicate_in_place
+from osdp_ray.modeling.ring import scatter_in_rings
 from osdp_ray.modeling.splitting import split_operator
 from osdp_ray.records.plan import Plan, ShardOver, Unit
 from osdp_ray.records.profile import Precision
@@ -69,16 +70,9 @@ def parallelize(
     else:
         _shard(model, root_unit, meshes, policy)
     if dist.get_backend() == "gloo":
-        _scatter_in_rings(model)
+        scatter_in_rings(model)
     allow_in_place(model)
     return model
-
-
-def _scatter_in_rings(model: nn.Module) -> None:
-    """gloo's own reduce-scatter sends twice as much as needed."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(RingReduceScatter())
 
 
 _POLICIES: dict[Precision, MixedPrecisionPolicy] = {
@@ -105,8 +99,11 @@ def _shard(
         fully_shard(module, mesh=meshes[choice.shard_over], reshard_after_forward=choice.regather, mp_policy=policy)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise ShardingError(", ".join(unit.operators), str(error).splitlines()[0]) from error
+    first = module[0] if isinstance(module, list) else module
+    if meshes[choice.shard_over].size(-1) == 1:
+        replicate_in_place(first)
     if choice.keep_node_shard:
-        _keep_node_shard(module[0] if isinstance(module, list) else module, meshes["node"])
+        _keep_node_shard(first, meshes["node"])
 
 
 def _keep_node_shard(module: FSDPModule, mesh: DeviceMesh) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # torch 2.13
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 _RING_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
@@ -56,3 +59,12 @@ class RingReduceScatter(ReduceScatter):
             return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         ring_reduce_scatter(output_tensor, input_tensor, group, op)
         return None
+
+
+def scatter_in_rings(model: nn.Module) -> None:
+    """Lets the units of a model over gloo scatter so, those that have no scatter of their own."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                if isinstance(group._reduce_scatter_comm, DefaultReduceScatter):
+                    group._reduce_scatter_comm = RingReduceScatter()

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from osdp_ray.modeling import user_code
-from osdp_ray.modeling.ring import RingReduceScatter
+from osdp_ray.modeling.replicas import replicate_in_place
+from osdp_ray.modeling.ring import scatter_in_rings
 from osdp_ray.profiling.compute import fit_line
 from osdp_ray.records.profile import LinkCost, PassOverhead, UnitOverhead
 from osdp_ray.workload import Workload
@@ -133,6 +134,8 @@ def time_chains() -> Chains:
                 model = _chain(number, num_ranks)
                 for unit in model:
                     fully_shard(unit, mesh=meshes[is_sharded], reshard_after_forward=regather)
+                    if not is_sharded:
+                        replicate_in_place(unit)
                 _finish(model, meshes[True])
                 forward_s, backward_s = _time(model)
                 chains[(is_sharded, regather, number)] = ChainSeconds(
@@ -150,9 +153,7 @@ def _chain(number: int, rows: int) -> nn.Sequential:
 def _finish(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     if dist.get_backend() == "gloo":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(RingReduceScatter())
+        scatter_in_rings(model)
 
 
 def _root_s(mesh: DeviceMesh) -> float:

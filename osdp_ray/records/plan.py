@@ -7,10 +7,12 @@ from typing import Literal
 from osdp_ray.errors import PlanMismatchError
 from osdp_ray.records.profile import Precision, Profile, Recompute, Section
 from osdp_ray.schema import Record, format_table, record
-from osdp_ray.units import format_bytes, format_percent, format_seconds
+from osdp_ray.units import MIB, format_bytes, format_percent, format_seconds
 
 ShardOver = Literal["none", "node", "world"]
 Synchronise = Literal["every", "last"]  # which micro-batches of a step reduce their gradients
+
+FLAT_BELOW_BYTES = MIB  # gradients of a replicated unit that are smaller are reduced together, in a buffer of their own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)

@@ -84,6 +84,28 @@ def test_the_peak_of_any_mixture_of_decisions_is_exact(corpus, seed):
     assert simulated.peak_bytes == truth.peak_bytes, explain(plan, simulated, truth)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("synchronise", ["every", "last"])
+def test_large_gradients_of_replicated_units_are_reduced_where_they_are(corpus, precision, synchronise):
+    workload = GptWorkload(layers=2, hidden=512, heads=2, sequence=8, data=corpus)
+    workload.precision = precision
+    profile = traced_profile(workload, trace(workload), ranks_per_node=(4,))
+    for number, accumulation in itertools.product(range(3), (1, 3)):
+        sections = uniform_plan(profile, "DP", "none", micro_batch=1).sections if number == 0 else None
+        plan = make_plan(
+            profile,
+            sections or random_sections(profile, random.Random(number)),
+            micro_batch=1,
+            accumulation=accumulation,
+            synchronise=synchronise,
+        )
+
+        simulated, truth = simulate_bytes(profile, plan), measure(workload, plan)
+
+        assert simulated.persistent_bytes == truth.persistent_bytes
+        assert simulated.peak_bytes == truth.peak_bytes, explain(plan, simulated, truth)
+
+
 @pytest.mark.parametrize("num_tensors", [1, 2, 7, 50])
 def test_clipping_holds_the_norms_of_gradients(corpus, num_tensors):
     parameters = [torch.nn.Parameter(torch.ones(10)) for _ in range(num_tensors)]
