@@ -28,18 +28,21 @@ def random_profile(
 
     `merge` leaves the blocks two operators (`whole_blocks`: one) and stem and head one each, so that every plan can be
     enumerated. `nodes`: the ranks stand on two nodes of two. `splits`: the second operator of a merged block is its
-    last Linear alone, which can be split. Every other profile communicates beside computation.
+    last Linear alone, which can be split. Every other profile communicates beside computation, some of the
+    others reduce replicated gradients late.
     """
     profile = base_profile()
     if merge:
         profile = merged(profile, whole_blocks=whole_blocks, splits=splits)
     names = [f"blocks.{index}" for index in range(rng.randint(1, max_layers))]
     sections = (Section(name="stem", class_index=0), *(Section(name=n, class_index=1) for n in names))
+    overlaps = rng.random() < 0.5
     return dataclasses.replace(
         profile,
+        backend=profile.backend if overlaps else rng.choice((profile.backend, "gloo")),
         ranks_per_node=(2, 2) if nodes else (rng.choice((2, 3, 4, 8)),),
-        overlaps=rng.random() < 0.5,
-        overlap_slowdown_fraction=rng.choice((0.0, 0.25)),
+        overlaps=overlaps,
+        overlap_slowdown_fraction=rng.choice((0.0, 0.25, 1.5)),
         sections=(*sections, Section(name="head", class_index=2)),
         compute=tuple(
             dataclasses.replace(

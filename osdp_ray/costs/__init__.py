@@ -14,7 +14,7 @@ from osdp_ray.costs.seconds import SectionSeconds, UnitSeconds, section_seconds,
 from osdp_ray.costs.splitting import Splits, divides, split_class, splits_of, splittable
 from osdp_ray.costs.starting import SAVE_PIECE_BYTES, chunk_rows
 from osdp_ray.costs.steps import evaluation_bytes, num_rounds, simulate_bytes, simulate_sections, unit_state_bytes
-from osdp_ray.costs.streams import beside, overlapped_s, step_seconds
+from osdp_ray.costs.streams import beside, late_s, overlapped_s, step_seconds
 from osdp_ray.costs.units import WEIGHTLESS, UnitBytes
 from osdp_ray.records.plan import Plan, Prediction, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
@@ -39,6 +39,7 @@ __all__ = [
     "explain_peaks",
     "explain_section_peaks",
     "held_beside",
+    "late_s",
     "num_rounds",
     "overlapped_s",
     "peak_table",

@@ -22,6 +22,7 @@ class UnitSeconds:
 
     gather_...  on the link, before forward and before backward; copy_... out of flat buffers, in the same passes
     reduce_s    on the link, after backward; copy_reduce_s into flat buffers; FSDP2's own seconds are in the copies
+    late_reduce_s  a reduction that runs while backward goes on, where others take turns with it (modeling.replicas)
     """
 
     gather_forward_s: float = 0.0
@@ -30,6 +31,7 @@ class UnitSeconds:
     copy_backward_s: float = 0.0
     reduce_s: float = 0.0
     copy_reduce_s: float = 0.0
+    late_reduce_s: float = 0.0
     optimizer_s: float = 0.0
 
 
@@ -41,9 +43,12 @@ class SectionSeconds(UnitSeconds):
     backward_s: float
 
     def pass_s(self, *, reduces: bool) -> float:
-        """Of a micro-batch in which communication and computation take turns."""
-        seconds = self.forward_s + self.backward_s + self.gather_forward_s + self.gather_backward_s
-        seconds += self.copy_forward_s + self.copy_backward_s
+        """Of a micro-batch in which communication and computation take turns, without what is reduced late."""
+        return self.forward_s + self.copy_forward_s + self.gather_forward_s + self.backward_pass_s(reduces=reduces)
+
+    def backward_pass_s(self, *, reduces: bool) -> float:
+        """The same of its backward."""
+        seconds = self.backward_s + self.gather_backward_s + self.copy_backward_s
         return seconds + self.reduce_s + self.copy_reduce_s if reduces else seconds
 
     def forward_busy_s(self) -> float:
@@ -104,12 +109,15 @@ def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> UnitSec
     copied_bytes = sizes.reduce_bytes or sizes.replica_peak_waited_bytes
     reduce_copy_s = copied_bytes / profile.copy_bytes_per_s
     optimizer = profile.optimizer
+    reduce_s = _reduce_s(profile, choice, sizes) * factor
+    is_late = sizes.group_size == 1 and profile.backend == "gloo" and not profile.overlaps
     return UnitSeconds(
         gather_forward_s=gather_s * factor,
         gather_backward_s=gather_again_s * factor if choice.regather else 0.0,
         copy_forward_s=(copy_s + keep_s + own.forward_s + num * own.forward_s_per_tensor) * factor,
         copy_backward_s=regather_s * factor if choice.regather else 0.0,
-        reduce_s=_reduce_s(profile, choice, sizes) * factor,
+        reduce_s=0.0 if is_late else reduce_s,
+        late_reduce_s=reduce_s if is_late else 0.0,
         copy_reduce_s=(reduce_copy_s + own.backward_s + num * own.backward_s_per_tensor) * factor,
         optimizer_s=sizes.gradient_bytes * optimizer.step_s_per_byte
         + num * (optimizer.step_s_per_tensor + optimizer.step_constant_s / max(1, _num_trainable(profile))),

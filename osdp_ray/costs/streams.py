@@ -1,6 +1,12 @@
 """The step simulator, seconds: what a step takes, with computation and communication taking turns or side by side.
 
-Taking turns (`profile.overlaps` is false: gloo on CPU) a step is the sum of everything. Side by side (nccl) a step is
+Taking turns (`profile.overlaps` is false: gloo on CPU) a step is the sum of everything, but for gradients of replicated
+units: those are reduced late, A, in threads, while backward goes on. With C what a section's backward takes in turns,
+a queue of such reductions is, from the last section to the first,
+
+    q = max(0, q - C[i] (1 + s)) + A[i]      and a micro-batch takes      ... + q + (sum A - q) s / (1 + s)
+
+more. Side by side (nccl) a step is
 played section by section as FSDP2 issues it, with F, B what a section's forward and backward keep the computing
 stream busy for, G, H its gathers before forward and before backward, R the reduction of its gradients:
 
@@ -56,12 +62,25 @@ def step_seconds(
             total_s += times * overlapped_s(parts, slowdown, reduces=reduces, shares_communicator=shares_communicator)
         elif times:
             total_s += times * sum(part.pass_s(reduces=reduces) for part in parts)
+            if reduces:
+                total_s += times * late_s(parts, profile.overlap_slowdown_fraction)
     return {
         "forward": forward_s,
         "backward": backward_s,
         "communication": max(0.0, total_s - forward_s - backward_s),
         "optimizer": sum(part.optimizer_s for part in parts),
     }
+
+
+def late_s(parts: Sequence[SectionSeconds], slowdown_fraction: float) -> float:
+    """What late reductions of a micro-batch add to it."""
+    link_s = sum(part.late_reduce_s for part in parts)
+    if link_s == 0.0:
+        return 0.0
+    queue_s = 0.0
+    for part in reversed(parts):
+        queue_s = max(0.0, queue_s - part.backward_pass_s(reduces=True) * (1 + slowdown_fraction)) + part.late_reduce_s
+    return queue_s + (link_s - queue_s) * slowdown_fraction / (1 + slowdown_fraction)
 
 
 def overlapped_s(

@@ -1,7 +1,14 @@
 """The program's objective: seconds of a step as sums over columns, with what depends on neighbours as rows.
 
-Taking turns, a column's seconds are its own. Side by side (see costs.streams), what computing does not hide of a link
-depends on the neighbour that hides it. With expo(c, k) = beside(c, k) - c = max(k - c, k s / (1 + s)) a step is
+Taking turns, a column's seconds are its own, but for what is left of late reductions A when backward has nothing left
+to hide them, C in turns per section:
+
+    q  =  the largest of all  sum(A[j], j <= i) - (1 + s) sum(C[j], j < i)
+
+A row for a boundary of slots is exact between slots of one section, and too low by little within long ones.
+
+Side by side (see costs.streams), what computing does not hide of a link depends on the neighbour that hides it. With
+expo(c, k) = beside(c, k) - c = max(k - c, k s / (1 + s)) a step is
 
     accumulation * (sum F[i] + G[0] + sum expo(F[i-1], G[i]))
       + for micro-batches that reduce and those that do not:
@@ -27,16 +34,19 @@ import numpy as np
 
 from osdp_ray.planning.layout import Layout
 from osdp_ray.planning.menus import Floats, Menu
+from osdp_ray.records.profile import Profile
+
+_MOST_LATE_ROWS = 12
 
 Columns = dict[int, Floats]  # slot -> a figure of each column of its menu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exposure:
-    """`times` seconds of: the larger of 0 (weight 0) and every `sum of columns + constant`."""
+    """`times` the seconds of: the larger of 0 (weight 0) and every `sum of columns + constant`."""
 
     name: str
-    times: int
+    times: float
     rows: tuple[tuple[Columns, float], ...]
 
 
@@ -56,7 +66,7 @@ def objective(layout: Layout, *, is_bound: bool, references: References | None =
     """What the program minimises: a bound that no plan undercuts, or an estimate of contiguous stretches."""
     if not layout.profile.overlaps:
         own = tuple(_taking_turns(layout.menu(slot)) for slot in range(len(layout.slots)))
-        return Objective(own=own, constant_s=0.0, exposures=())
+        return Objective(own=own, constant_s=0.0, exposures=tuple(_late(layout)))
     return _Overlapped(layout, is_bound, references or {}).objective()
 
 
@@ -66,8 +76,36 @@ def _taking_turns(menu: Menu) -> Floats:
     for times, reduces in menu.shape.backwards:
         total = total + times * (_backward(menu, reduces) + _link(menu, "gather_backward_s"))
         if reduces:
-            total = total + times * seconds["reduce_s"]
+            total = total + times * (seconds["reduce_s"] + slowed_fraction(menu.profile) * seconds["late_reduce_s"])
     return total + seconds["optimizer_s"]
+
+
+def slowed_fraction(profile: Profile) -> float:
+    """Seconds by which computing is longer, per second of a collective beside it."""
+    return profile.overlap_slowdown_fraction / (1 + profile.overlap_slowdown_fraction)
+
+
+def turns_backward(menu: Menu) -> Floats:
+    """Seconds of a section's backward in a micro-batch that reduces, without what it reduces late."""
+    return _backward(menu, reduces=True) + menu.seconds["gather_backward_s"] + menu.seconds["reduce_s"]
+
+
+def _late(layout: Layout) -> Iterator[Exposure]:
+    num, faster = len(layout.slots), 1 + layout.profile.overlap_slowdown_fraction
+    late = {slot: layout.menu(slot).seconds["late_reduce_s"] for slot in range(num)}
+    if not any(float(found.max()) > 0 for found in late.values()):
+        return
+    turns = {slot: faster * turns_backward(layout.menu(slot)) for slot in range(num)}
+    rows: list[tuple[Columns, float]] = []
+    spacing = -(-num // _MOST_LATE_ROWS)
+    for last in range((num - 1) % spacing, num, spacing):
+        columns = {slot: late[slot] - turns[slot] for slot in range(last)}
+        columns[last], constant = late[last], 0.0
+        if layout.slots[last].num > 1:
+            columns[last], constant = late[last] - turns[last], float(turns[last].min())
+        rows.append((columns, constant))
+    times = sum(times for times, reduces in layout.shape.backwards if reduces)
+    yield Exposure(name="late", times=times / faster, rows=tuple(rows))
 
 
 def _forward(menu: Menu) -> Floats:
@@ -89,8 +127,7 @@ class _Overlapped:
     def __init__(self, layout: Layout, is_bound: bool, references: References) -> None:
         self.layout, self.is_bound, self.references = layout, is_bound, references
         self.slots, self.last = layout.slots, len(layout.slots) - 1
-        slowdown = layout.profile.overlap_slowdown_fraction
-        self.sigma = slowdown / (1 + slowdown)
+        self.sigma = slowed_fraction(layout.profile)
         self.own = [_forward(layout.menu(slot)) * layout.shape.accumulation for slot in range(len(self.slots))]
         self.constant_s = 0.0
         self.exposures: list[Exposure] = []

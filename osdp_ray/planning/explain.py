@@ -10,6 +10,7 @@ import itertools
 from osdp_ray.costs import explain_peaks, predict_sections
 from osdp_ray.planning import plan as make_plan
 from osdp_ray.planning.choices import RECOMPUTES, choices_of, group_units, made_whole
+from osdp_ray.planning.costing import slowed_fraction
 from osdp_ray.planning.layout import compute_s
 from osdp_ray.planning.menus import Menu, StepShape
 from osdp_ray.planning.search import as_words, largest_operator
@@ -72,8 +73,7 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
     """The reasons of a plan that was made from this profile. Raises SolverError."""
     shape = StepShape(micro_batch=plan.micro_batch, accumulation=plan.accumulation, synchronise=plan.synchronise)
     peak = max(explain_peaks(profile, plan), key=lambda found: found.peak_bytes)
-    compute_floor_s, link_floor_s = floors(profile, shape)
-    both = compute_floor_s + link_floor_s
+    compute_floor_s, link_floor_s, floor_s = floors(profile, shape)
     more_bytes = GIB if plan.budget_bytes >= 8 * GIB else max(1, plan.budget_bytes // 8)
     richer = make_plan(profile, budget_bytes=plan.budget_bytes + more_bytes, global_batch=plan.global_batch)
     return Explanation(
@@ -87,20 +87,25 @@ def explain(profile: Profile, plan: Plan) -> Explanation:
         saved_s=max(0.0, plan.prediction.step_s - richer.prediction.step_s),
         compute_floor_s=compute_floor_s,
         link_floor_s=link_floor_s,
-        floor_s=max(compute_floor_s, link_floor_s) if profile.overlaps else both,
+        floor_s=floor_s,
     )
 
 
-def floors(profile: Profile, shape: StepShape) -> tuple[float, float]:
-    """Seconds of computing, and of communication, that no plan of this shape undercuts."""
-    link_s = optimizer_s = 0.0
+def floors(profile: Profile, shape: StepShape) -> tuple[float, float, float]:
+    """Seconds of computing, of communication, and of both, that no plan of this shape undercuts."""
+    link_s = turns_s = optimizer_s = 0.0
     menus = [Menu(profile, index, shape) for index in range(len(profile.classes))]
     for section in profile.sections:
         seconds = menus[section.class_index].seconds
         gathers = shape.accumulation * (seconds["gather_forward_s"] + seconds["gather_backward_s"])
-        link_s += float((gathers + shape.num_reducing * seconds["reduce_s"]).min())
+        turns = gathers + shape.num_reducing * seconds["reduce_s"]
+        late = shape.num_reducing * seconds["late_reduce_s"]
+        link_s += float((turns + late).min())
+        turns_s += float((turns + slowed_fraction(profile) * late).min())
         optimizer_s += float(seconds["optimizer_s"].min())
-    return compute_s(profile, shape) + optimizer_s, link_s
+    computing_s = compute_s(profile, shape) + optimizer_s
+    floor_s = max(computing_s, link_s) if profile.overlaps else max(computing_s + turns_s, link_s)
+    return computing_s, link_s, floor_s
 
 
 def _resource(prediction: Prediction) -> str:

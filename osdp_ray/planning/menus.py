@@ -344,6 +344,7 @@ _NO_FIGURES: dict[str, float] = dict.fromkeys(
         "copy_backward_s",
         "reduce_s",
         "copy_reduce_s",
+        "late_reduce_s",
         "optimizer_s",
     ),
     0.0,

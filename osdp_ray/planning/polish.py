@@ -213,7 +213,15 @@ class _Polish:
             busy = named["backward"] + named["copy_backward_s"] + named["copy_reduce_s"] * reduces
             links = named["gather_backward_s"] + named["reduce_s"] * reduces
             total = total + times * (self._beside(busy, links) if hides else busy + links)
+            if reduces:
+                total = total + times * self._late_s(position, busy + links, named["late_reduce_s"])
         return total + named["optimizer_s"]
+
+    def _late_s(self, position: int, turns: Floats, late: Floats) -> Floats:
+        """What a section's late reductions add, if it hides its own; the first of all hides none."""
+        faster = 1 + self._slowdown
+        left = late if position == 0 else np.maximum(0.0, late - turns * faster)
+        return left + (late - left) * self._slowdown / faster
 
     def _total_s(self, columns: Sequence[int]) -> float:
         """Seconds of a step with these columns."""
@@ -233,11 +241,21 @@ class _Polish:
         for times, reduces in self.layout.menus[0].shape.backwards:
             own = of("backward") + of("copy_backward_s") + of("copy_reduce_s") * reduces
             if not hides:
-                total += times * float((own + again + reduce * reduces).sum())
+                turns = own + again + reduce * reduces
+                total += times * float(turns.sum())
+                if reduces:
+                    total += times * self._queued_s(turns, of("late_reduce_s"))
                 continue
             links = np.append(reduce[1:] * reduces, 0.0) + np.insert(again[:-1], 0, 0.0)
             total += times * float(again[-1] + reduce[0] * reduces + self._beside(own, links).sum())
         return total
+
+    def _queued_s(self, turns: Floats, late: Floats) -> float:
+        """costs.late_s, for arrays."""
+        faster = 1 + self._slowdown
+        before = np.concatenate(([0.0], np.cumsum(turns)[:-1]))
+        queue_s = float((np.cumsum(late) - faster * before).max())
+        return queue_s + (float(late.sum()) - queue_s) * self._slowdown / faster
 
     def _beside(self, compute: Floats | float, link: Floats | float) -> Floats:
         """costs.beside, for arrays."""

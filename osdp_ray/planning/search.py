@@ -149,7 +149,8 @@ class ShapeSearch:
                 best = found
             limit_s = self._step_s(best)
             self.bound_s = max(self.bound_s, min(proven_s, relaxed_s + left_out_s, limit_s))
-            if relaxed_s + left_out_s >= limit_s * (1 - ROUNDING_FRACTION / 2):
+            is_close = proven_s >= limit_s * (1 - ROUNDING_FRACTION) or efforts is not _EXACT
+            if relaxed_s + left_out_s >= limit_s * (1 - ROUNDING_FRACTION / 2) and is_close:
                 break  # no column that was left out can be in a faster plan
             if self.bound_s >= limit_s * (1 - effort.close_fraction):
                 break

@@ -59,7 +59,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         context_bytes, communicator_bytes = measure_overheads(group)
         copy_bytes_per_s = measure_copy(group)
         slowdown_fraction = measure_slowdown(group)
-        unit_overheads, root_s = measure_hooks(group, links)
+        unit_overheads, root_s = measure_hooks(group, links, slowdown_fraction)
         batch_s = group.run(time_batches, workload, _MICRO_BATCHES)
         arguments = (workload, traced.structure, _MICRO_BATCHES, cluster.device_kind, _COMPUTE_LIMIT_S)
         compute = group.run(measure_compute, *arguments)

@@ -49,7 +49,9 @@ class Chains:
     root_s: float
 
 
-def measure_hooks(group: "MeasuringGroup", links: tuple[LinkCost, ...]) -> tuple[tuple[UnitOverhead, ...], float]:
+def measure_hooks(
+    group: "MeasuringGroup", links: tuple[LinkCost, ...], slowdown_fraction: float
+) -> tuple[tuple[UnitOverhead, ...], float]:
     """The overhead of a sharded and of a replicated unit, and seconds of a root per pass, by the slowest rank.
 
     On GPUs the hooks run ahead of the device and cost nothing: () and 0.
@@ -62,12 +64,15 @@ def measure_hooks(group: "MeasuringGroup", links: tuple[LinkCost, ...]) -> tuple
         for key in per_rank[0].chains
     }
     kinds = sorted({is_sharded for is_sharded, _, _ in slowest})
-    overheads = tuple(_overhead(slowest, is_sharded, links) for is_sharded in kinds)
+    overheads = tuple(_overhead(slowest, is_sharded, links, slowdown_fraction) for is_sharded in kinds)
     return overheads, max(rank.root_s for rank in per_rank)
 
 
 def _overhead(
-    measured: dict[tuple[bool, bool, int], ChainSeconds], is_sharded: bool, links: tuple[LinkCost, ...]
+    measured: dict[tuple[bool, bool, int], ChainSeconds],
+    is_sharded: bool,
+    links: tuple[LinkCost, ...],
+    slowdown_fraction: float,
 ) -> UnitOverhead:
     cost = {link.collective: link for link in links if link.group == "world"}
 
@@ -77,7 +82,8 @@ def _overhead(
     few, many = measured[(is_sharded, False, _FEW)], measured[(is_sharded, False, _MANY)]
     reduction = "reduce_scatter" if is_sharded else "all_reduce"
     forward = [c.forward_s - (link_s("all_gather", c) if is_sharded else 0.0) for c in (few, many)]
-    backward = [c.backward_s - link_s(reduction, c) for c in (few, many)]
+    hidden = 0.0 if is_sharded else 1 / (1 + slowdown_fraction)  # replicated units reduce late, see costs.streams
+    backward = [c.backward_s - (1 - hidden) * link_s(reduction, c) for c in (few, many)]
     again = [measured[(is_sharded, True, number)] for number in (_FEW, _MANY)]
     regather = [
         c.backward_s - kept.backward_s - (link_s("all_gather", c) if is_sharded else 0.0)

@@ -58,7 +58,7 @@ def test_what_binds_is_named_and_more_memory_has_a_price(profile, made):
 
 
 def test_no_plan_is_below_the_floor(profile, made):
-    compute_s, link_s = floors(profile, StepShape(micro_batch=4, accumulation=1))
+    compute_s, link_s, _ = floors(profile, StepShape(micro_batch=4, accumulation=1))
     explanation = explain(profile, made)
     assert explanation.floor_s == compute_s + link_s  # this profile's backend takes turns
     assert explanation.floor_s <= made.prediction.step_s
