@@ -10,7 +10,7 @@ the same plan comes out on any machine.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -180,7 +180,7 @@ class _Polish:
         named = menu.seconds
         total = named["optimizer_s"].copy()
         if not self.profile.overlaps:
-            return total + self._alike_s(position) - named["optimizer_s"]
+            return total + self._in_turns_s(position)
         num, last = self.shape.accumulation, len(self.columns) - 1
         gather, busy = named["gather_forward_s"], named["forward"] + named["copy_forward_s"]
         total = total + num * (self._beside(self._forward(position - 1), gather) if position else gather)
@@ -223,6 +223,29 @@ class _Polish:
         left = late if position == 0 else np.maximum(0.0, late - turns * faster)
         return left + (late - left) * self._slowdown / faster
 
+    def _in_turns_s(self, position: int) -> Floats:
+        """Seconds of a pass in turns, and of all late reductions, for every column at a position."""
+        menu = self.layout.menus[self.classes[position]]
+        named, faster = menu.seconds, 1 + self._slowdown
+        total = self.shape.accumulation * (named["forward"] + named["copy_forward_s"] + named["gather_forward_s"])
+        for times, reduces in menu.shape.backwards:
+            turns = _turns(named, reduces)
+            total = total + times * turns
+            if not reduces:
+                continue
+            late_s = np.array([self._link(p, "late_reduce_s") for p in range(len(self.columns))])
+            if not late_s.any() and not named["late_reduce_s"].any():
+                continue
+            turns_s = np.array([self._link(p, name) for name in _TURNS for p in range(len(self.columns))])
+            turns_s = turns_s.reshape(len(_TURNS), -1).sum(axis=0)
+            left = np.cumsum(late_s) - faster * (np.cumsum(turns_s) - turns_s)
+            changed = named["late_reduce_s"] - late_s[position]
+            queue = np.maximum(left[position] + changed, _highest(left[:position]))
+            behind = _highest(left[position + 1 :]) + changed - faster * (turns - turns_s[position])
+            queue = np.maximum(queue, behind)
+            total = total + times * (queue + (late_s.sum() + changed - queue) * self._slowdown / faster)
+        return total
+
     def _total_s(self, columns: Sequence[int]) -> float:
         """Seconds of a step with these columns."""
 
@@ -241,7 +264,7 @@ class _Polish:
         for times, reduces in self.layout.menus[0].shape.backwards:
             own = of("backward") + of("copy_backward_s") + of("copy_reduce_s") * reduces
             if not hides:
-                turns = own + again + reduce * reduces
+                turns = _turns({name: of(name) for name in _TURNS}, reduces)
                 total += times * float(turns.sum())
                 if reduces:
                     total += times * self._queued_s(turns, of("late_reduce_s"))
@@ -274,6 +297,15 @@ class _Polish:
     def _backward(self, position: int, reduces: bool) -> float:
         seconds = self._link(position, "backward") + self._link(position, "copy_backward_s")
         return seconds + self._link(position, "copy_reduce_s") if reduces else seconds
+
+
+# What a section's backward takes in turns, the last two of them where it reduces.
+_TURNS = ("backward", "copy_backward_s", "gather_backward_s", "copy_reduce_s", "reduce_s")
+
+
+def _turns(named: Mapping[str, Floats], reduces: bool) -> Floats:
+    found: Floats = np.sum([named[name] for name in (_TURNS if reduces else _TURNS[:3])], axis=0)
+    return found
 
 
 def _order(change: _Change) -> tuple[bool, float, int, int, int]:
