@@ -50,6 +50,8 @@ def run_solver(
     try:
         with _silenced():
             model.solve(solver)
+            if name == "HiGHS" and model.solverModel.getModelStatus().name == "kSolveError":  # of presolving, at times
+                model.solve(_highs(is_integer, gap_fraction, max_nodes, presolve="off"))
     except pulp.PulpSolverError as error:
         raise SolverError(name, f"it failed ({error})", "Install another one: pip install highspy") from error
     if model.sol_status == pulp.LpSolutionInfeasible or model.status == pulp.LpStatusInfeasible:
@@ -75,18 +77,7 @@ def run_solver(
 def _solver(is_integer: bool, gap: float, max_nodes: int) -> tuple[str, pulp.LpSolver]:
     wanted = os.environ.get("OSDP_SOLVER", "")
     candidates = {
-        "HiGHS": lambda: _Highs(
-            msg=False,
-            mip=is_integer,
-            gapRel=gap,
-            gapAbs=1e-6,
-            threads=1,
-            random_seed=0,
-            mip_max_nodes=max_nodes,
-            mip_feasibility_tolerance=_TOLERANCE,
-            primal_feasibility_tolerance=_TOLERANCE,
-            dual_feasibility_tolerance=_TOLERANCE,
-        ),
+        "HiGHS": lambda: _highs(is_integer, gap, max_nodes),
         "CBC": lambda: _cbc(is_integer, gap, max_nodes),
     }
     if wanted and wanted not in candidates:
@@ -97,6 +88,22 @@ def _solver(is_integer: bool, gap: float, max_nodes: int) -> tuple[str, pulp.LpS
             if solver is not None and solver.available():
                 return name, solver
     raise SolverError(wanted or "HiGHS and CBC", "not installed", "pip install highspy")
+
+
+def _highs(is_integer: bool, gap: float, max_nodes: int, **options: str) -> pulp.LpSolver:
+    return _Highs(
+        msg=False,
+        mip=is_integer,
+        gapRel=gap,
+        gapAbs=1e-6,
+        threads=1,
+        random_seed=0,
+        mip_max_nodes=max_nodes,
+        mip_feasibility_tolerance=_TOLERANCE,
+        primal_feasibility_tolerance=_TOLERANCE,
+        dual_feasibility_tolerance=_TOLERANCE,
+        **options,
+    )
 
 
 def _cbc(is_integer: bool, gap: float, max_nodes: int) -> pulp.LpSolver | None:
