@@ -21,6 +21,7 @@ from trials import (
     bed_flags,
     blocks_in_turn,
     collectives_of,
+    in_slices,
     inside_bed,
     kept_profile,
     operators_in_turn,
@@ -66,6 +67,9 @@ def plans(profile: Profile, *, is_quick: bool) -> dict[str, Plan]:
     for recomputes in (("none", "full"), ("full", "none", "none")):
         sections = blocks_in_turn(profile, [ZERO3], recomputes)
         found[f"ZeRO-3, recompute {'/'.join(recomputes)}, micro-batch 8"] = plan_of(profile, sections, micro_batch=8)
+    for names, num_slices in ((("ZeRO-3",), 4), (("DP", "ZeRO-3"), 2)):
+        sections = in_slices(profile, tuple(CHOICES[name] for name in names), num_slices)
+        found[f"{' and '.join(names)}, {num_slices} slices, micro-batch 4"] = plan_of(profile, sections, micro_batch=4)
     found["ZeRO-3, 2 x micro-batch 2"] = plan_of(profile, uniform(profile, ZERO3), micro_batch=2, accumulation=2)
     found["DP, 2 x micro-batch 4"] = plan_of(profile, uniform(profile, DP), micro_batch=4, accumulation=2)
     if is_quick:

@@ -25,12 +25,12 @@ from osdp_ray.execution.options import TrainOptions
 from osdp_ray.execution.worker import TrainLoop
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import find_blocks
-from osdp_ray.planning.choices import group_units, uniform_sections
+from osdp_ray.planning.choices import group_units, large_operators, uniform_sections, with_slices
 from osdp_ray.profiling import links
 from osdp_ray.profiling import profile as make_profile
 from osdp_ray.profiling.actors import MeasuringGroup
 from osdp_ray.records.cluster import Cluster
-from osdp_ray.records.plan import Choice, Plan, SectionPlan, SolverReport
+from osdp_ray.records.plan import Choice, Plan, SectionPlan, SolverReport, parse_slice, slice_name
 from osdp_ray.records.profile import Profile, Recompute
 from osdp_ray.records.telemetry import Sample
 from osdp_ray.schema import read_json, write_json
@@ -185,6 +185,20 @@ def operators_in_turn(profile: Profile, choices: Sequence[Choice]) -> tuple[Sect
     return tuple(sections)
 
 
+def in_slices(profile: Profile, choices: tuple[Choice, ...], num_slices: int) -> tuple[SectionPlan, ...]:
+    """Sections whose large operators run as so many slices, the first half of them with the last choice."""
+    sections = []
+    for section, whole in zip(profile.sections, uniform_sections(profile, choices[0], "none"), strict=True):
+        section_class = profile.classes[section.class_index]
+        large = [section_class.operators[i].name for i in large_operators(profile, section.class_index)]
+        names = [slice_name(name, j, num_slices) for name in large for j in range(num_slices)]
+        cut = with_slices(section_class, names)
+        early = {name for name in names if 2 * parse_slice(name)[1] < num_slices}
+        chosen = {operator.name: choices[-1 if operator.name in early else 0] for operator in cut.operators}
+        sections.append(dataclasses.replace(whole, units=group_units(cut, chosen)))
+    return tuple(sections)
+
+
 # -- the parts of a step on their own
 
 
@@ -208,7 +222,8 @@ def collectives_of(profile: Profile, plan: Plan) -> list[tuple[str, str, int]]:
                     if not is_backward or (plan.synchronise == "last" and number < plan.accumulation):
                         continue
                     if sizes.group_size == 1:
-                        add("world", "all_reduce", sizes.reduce_bytes)
+                        for num_bytes in sizes.replica_bytes:
+                            add("world", "all_reduce", num_bytes)
                         continue
                     add(kind, "reduce_scatter", sizes.reduce_bytes)
                     if kind == "node":

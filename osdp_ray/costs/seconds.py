@@ -44,12 +44,9 @@ class SectionSeconds(UnitSeconds):
 
     def pass_s(self, *, reduces: bool) -> float:
         """Of a micro-batch in which communication and computation take turns, without what is reduced late."""
-        return self.forward_s + self.copy_forward_s + self.gather_forward_s + self.backward_pass_s(reduces=reduces)
-
-    def backward_pass_s(self, *, reduces: bool) -> float:
-        """The same of its backward."""
-        seconds = self.backward_s + self.gather_backward_s + self.copy_backward_s
-        return seconds + self.reduce_s + self.copy_reduce_s if reduces else seconds
+        seconds = self.forward_busy_s() + self.backward_busy_s(reduces=reduces)
+        seconds += self.gather_forward_s + self.gather_backward_s
+        return seconds + self.reduce_s if reduces else seconds
 
     def forward_busy_s(self) -> float:
         """What its forward keeps the computing stream busy for."""

@@ -1,8 +1,9 @@
 """The step simulator, seconds: what a step takes, with computation and communication taking turns or side by side.
 
 Taking turns (`profile.overlaps` is false: gloo on CPU) a step is the sum of everything, but for gradients of replicated
-units: those are reduced late, A, in threads, while backward goes on. With C what a section's backward takes in turns,
-a queue of such reductions is, from the last section to the first,
+units: those are reduced late, A, in threads, while backward goes on. Computing hides them; other collectives do not,
+they share the links. With C what a section's backward computes, a queue of such reductions is, from the last section to
+the first,
 
     q = max(0, q - C[i] (1 + s)) + A[i]      and a micro-batch takes      ... + q + (sum A - q) s / (1 + s)
 
@@ -79,7 +80,7 @@ def late_s(parts: Sequence[SectionSeconds], slowdown_fraction: float) -> float:
         return 0.0
     queue_s = 0.0
     for part in reversed(parts):
-        queue_s = max(0.0, queue_s - part.backward_pass_s(reduces=True) * (1 + slowdown_fraction)) + part.late_reduce_s
+        queue_s = max(0.0, queue_s - part.backward_busy_s(reduces=True) * (1 + slowdown_fraction)) + part.late_reduce_s
     return queue_s + (link_s - queue_s) * slowdown_fraction / (1 + slowdown_fraction)
 
 

@@ -1,7 +1,7 @@
 """The program's objective: seconds of a step as sums over columns, with what depends on neighbours as rows.
 
 Taking turns, a column's seconds are its own, but for what is left of late reductions A when backward has nothing left
-to hide them, C in turns per section:
+to hide them, C what the backward of a section computes:
 
     q  =  the largest of all  sum(A[j], j <= i) - (1 + s) sum(C[j], j < i)
 
@@ -85,24 +85,19 @@ def slowed_fraction(profile: Profile) -> float:
     return profile.overlap_slowdown_fraction / (1 + profile.overlap_slowdown_fraction)
 
 
-def turns_backward(menu: Menu) -> Floats:
-    """Seconds of a section's backward in a micro-batch that reduces, without what it reduces late."""
-    return _backward(menu, reduces=True) + menu.seconds["gather_backward_s"] + menu.seconds["reduce_s"]
-
-
 def _late(layout: Layout) -> Iterator[Exposure]:
     num, faster = len(layout.slots), 1 + layout.profile.overlap_slowdown_fraction
     late = {slot: layout.menu(slot).seconds["late_reduce_s"] for slot in range(num)}
     if not any(float(found.max()) > 0 for found in late.values()):
         return
-    turns = {slot: faster * turns_backward(layout.menu(slot)) for slot in range(num)}
+    hides = {slot: faster * _backward(layout.menu(slot), reduces=True) for slot in range(num)}
     rows: list[tuple[Columns, float]] = []
     spacing = -(-num // _MOST_LATE_ROWS)
     for last in range((num - 1) % spacing, num, spacing):
-        columns = {slot: late[slot] - turns[slot] for slot in range(last)}
+        columns = {slot: late[slot] - hides[slot] for slot in range(last)}
         columns[last], constant = late[last], 0.0
         if layout.slots[last].num > 1:
-            columns[last], constant = late[last] - turns[last], float(turns[last].min())
+            columns[last], constant = late[last] - hides[last], float(hides[last].min())
         rows.append((columns, constant))
     times = sum(times for times, reduces in layout.shape.backwards if reduces)
     yield Exposure(name="late", times=times / faster, rows=tuple(rows))

@@ -214,13 +214,13 @@ class _Polish:
             links = named["gather_backward_s"] + named["reduce_s"] * reduces
             total = total + times * (self._beside(busy, links) if hides else busy + links)
             if reduces:
-                total = total + times * self._late_s(position, busy + links, named["late_reduce_s"])
+                total = total + times * self._late_s(position, busy, named["late_reduce_s"])
         return total + named["optimizer_s"]
 
-    def _late_s(self, position: int, turns: Floats, late: Floats) -> Floats:
+    def _late_s(self, position: int, busy: Floats, late: Floats) -> Floats:
         """What a section's late reductions add, if it hides its own; the first of all hides none."""
         faster = 1 + self._slowdown
-        left = late if position == 0 else np.maximum(0.0, late - turns * faster)
+        left = late if position == 0 else np.maximum(0.0, late - busy * faster)
         return left + (late - left) * self._slowdown / faster
 
     def _in_turns_s(self, position: int) -> Floats:
@@ -229,19 +229,19 @@ class _Polish:
         named, faster = menu.seconds, 1 + self._slowdown
         total = self.shape.accumulation * (named["forward"] + named["copy_forward_s"] + named["gather_forward_s"])
         for times, reduces in menu.shape.backwards:
-            turns = _turns(named, reduces)
-            total = total + times * turns
+            busy = _busy(named, reduces)
+            total = total + times * (busy + named["gather_backward_s"])
             if not reduces:
                 continue
+            total = total + times * named["reduce_s"]
             late_s = np.array([self._link(p, "late_reduce_s") for p in range(len(self.columns))])
             if not late_s.any() and not named["late_reduce_s"].any():
                 continue
-            turns_s = np.array([self._link(p, name) for name in _TURNS for p in range(len(self.columns))])
-            turns_s = turns_s.reshape(len(_TURNS), -1).sum(axis=0)
-            left = np.cumsum(late_s) - faster * (np.cumsum(turns_s) - turns_s)
+            busy_s = np.array([self._backward(p, True) for p in range(len(self.columns))])
+            left = np.cumsum(late_s) - faster * (np.cumsum(busy_s) - busy_s)
             changed = named["late_reduce_s"] - late_s[position]
             queue = np.maximum(left[position] + changed, _highest(left[:position]))
-            behind = _highest(left[position + 1 :]) + changed - faster * (turns - turns_s[position])
+            behind = _highest(left[position + 1 :]) + changed - faster * (busy - busy_s[position])
             queue = np.maximum(queue, behind)
             total = total + times * (queue + (late_s.sum() + changed - queue) * self._slowdown / faster)
         return total
@@ -264,19 +264,18 @@ class _Polish:
         for times, reduces in self.layout.menus[0].shape.backwards:
             own = of("backward") + of("copy_backward_s") + of("copy_reduce_s") * reduces
             if not hides:
-                turns = _turns({name: of(name) for name in _TURNS}, reduces)
-                total += times * float(turns.sum())
+                total += times * float((own + again + reduce * reduces).sum())
                 if reduces:
-                    total += times * self._queued_s(turns, of("late_reduce_s"))
+                    total += times * self._queued_s(own, of("late_reduce_s"))
                 continue
             links = np.append(reduce[1:] * reduces, 0.0) + np.insert(again[:-1], 0, 0.0)
             total += times * float(again[-1] + reduce[0] * reduces + self._beside(own, links).sum())
         return total
 
-    def _queued_s(self, turns: Floats, late: Floats) -> float:
+    def _queued_s(self, busy: Floats, late: Floats) -> float:
         """costs.late_s, for arrays."""
         faster = 1 + self._slowdown
-        before = np.concatenate(([0.0], np.cumsum(turns)[:-1]))
+        before = np.concatenate(([0.0], np.cumsum(busy)[:-1]))
         queue_s = float((np.cumsum(late) - faster * before).max())
         return queue_s + (float(late.sum()) - queue_s) * self._slowdown / faster
 
@@ -299,13 +298,10 @@ class _Polish:
         return seconds + self._link(position, "copy_reduce_s") if reduces else seconds
 
 
-# What a section's backward takes in turns, the last two of them where it reduces.
-_TURNS = ("backward", "copy_backward_s", "gather_backward_s", "copy_reduce_s", "reduce_s")
-
-
-def _turns(named: Mapping[str, Floats], reduces: bool) -> Floats:
-    found: Floats = np.sum([named[name] for name in (_TURNS if reduces else _TURNS[:3])], axis=0)
-    return found
+def _busy(named: Mapping[str, Floats], reduces: bool) -> Floats:
+    """What a section's backward computes."""
+    found = named["backward"] + named["copy_backward_s"]
+    return found + named["copy_reduce_s"] if reduces else found
 
 
 def _order(change: _Change) -> tuple[bool, float, int, int, int]:

@@ -1,8 +1,8 @@
-"""What FSDP2 itself takes on a CPU, beside computing, collectives and copies: measured on chains of tiny units.
+"""What FSDP2 itself takes on a CPU, beside computing, collectives and copies: measured on chains of small units.
 
-Every unit of a chain adds the sum of its parameters, a few numbers each, to what passes through. The same chain
-without FSDP2 is taken off, and so are the chain's collectives, by the links' own costs at that size: then a unit's
-costs add up to what such a chain takes. What is left belongs to hooks, views and DTensors made anew, in Python.
+Every unit of a chain adds the sum of its parameters to what passes through. The same chain without FSDP2 is taken off,
+and so are the chain's collectives, by the links' own costs at the smallest size that was measured for them: then a
+unit's costs add up to what such a chain takes. What is left belongs to hooks, views and DTensors made anew, in Python.
 Chains with one and with several tensors per unit tell the part of a unit from that of a tensor.
 """
 
@@ -21,6 +21,7 @@ from osdp_ray.modeling import user_code
 from osdp_ray.modeling.replicas import replicate_in_place
 from osdp_ray.modeling.ring import scatter_in_rings
 from osdp_ray.profiling.compute import fit_line
+from osdp_ray.profiling.links import SMALLEST_BYTES
 from osdp_ray.records.profile import LinkCost, PassOverhead, UnitOverhead
 from osdp_ray.workload import Workload
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _NUM_UNITS = 6
 _FEW, _MANY = 1, 9  # tensors of a unit
-_REPEATS = 7
+_UNIT_BYTES = SMALLEST_BYTES  # of collectives that are measured
+_REPEATS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,11 +113,12 @@ def pass_overhead(root_s: float, batch_s: list[dict[int, float]]) -> PassOverhea
     return PassOverhead(pass_s=root_s + constant_s, sample_s=sample_s)
 
 
-class _Tiny(nn.Module):
-    """Adds the sums of `num` tensors to what passes through."""
+class _Small(nn.Module):
+    """Adds the sums of `num` tensors, `_UNIT_BYTES` together, to what passes through."""
 
-    def __init__(self, num: int, rows: int) -> None:
+    def __init__(self, num: int, num_ranks: int) -> None:
         super().__init__()
+        rows = -(-_UNIT_BYTES // (4 * num * num_ranks)) * num_ranks
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(rows)) for _ in range(num))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,15 +148,15 @@ def time_chains() -> Chains:
                 _finish(model, meshes[True])
                 forward_s, backward_s = _time(model)
                 chains[(is_sharded, regather, number)] = ChainSeconds(
-                    num_bytes=4 * number * num_ranks,
+                    num_bytes=_UNIT_BYTES,
                     forward_s=max(0.0, forward_s - plain[0]) / _NUM_UNITS,
                     backward_s=max(0.0, backward_s - plain[1] - root_s) / _NUM_UNITS,
                 )
     return Chains(chains=chains, root_s=root_s)
 
 
-def _chain(number: int, rows: int) -> nn.Sequential:
-    return nn.Sequential(*(_Tiny(number, rows) for _ in range(_NUM_UNITS)))
+def _chain(number: int, num_ranks: int) -> nn.Sequential:
+    return nn.Sequential(*(_Small(number, num_ranks) for _ in range(_NUM_UNITS)))
 
 
 def _finish(model: nn.Module, mesh: DeviceMesh) -> None:
