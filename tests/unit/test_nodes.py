@@ -94,28 +94,32 @@ def test_a_pass_and_a_step_take_their_constants_once():
         assert total_s(with_step, ZERO3, accumulation=accumulation) == pytest.approx(plain_s + 7.0)
 
 
-def test_chains_of_tiny_units_give_back_what_they_were_made_of():
-    truth = OVERHEADS[1]
-    links = tuple(
+@pytest.mark.parametrize("truth", OVERHEADS, ids=["replicated", "sharded"])
+def test_chains_of_small_units_give_back_what_they_were_made_of(truth):
+    is_sharded, slowdown = truth.is_sharded, 1.5
+    gather, scatter, reduce = links = tuple(
         LinkCost(group="world", collective=name, latency_s=latency_s, bytes_per_s=1e6, residual_fraction=0.0)
         for name, latency_s in (("all_gather", 0.02), ("reduce_scatter", 0.03), ("all_reduce", 0.04))
     )
-    gather_s, scatter_s = (lambda n, link=link: link.seconds(n) for link in links[:2])
     chains = {}
     for regather in (False, True):
         for number in (1, 9):
             num_bytes = 16 * number
-            again = truth.regather_s + number * truth.regather_s_per_tensor + gather_s(num_bytes)
-            chains[True, regather, number] = ChainSeconds(
+            gather_s = gather.seconds(num_bytes) if is_sharded else 0.0
+            # computing hides the reduction of a replicated unit, but for what it is slowed
+            hidden = 1.0 if is_sharded else slowdown / (1 + slowdown)
+            reduce_s = (scatter if is_sharded else reduce).seconds(num_bytes) * hidden
+            again = truth.regather_s + number * truth.regather_s_per_tensor + gather_s
+            chains[is_sharded, regather, number] = ChainSeconds(
                 num_bytes=num_bytes,
-                forward_s=truth.forward_s + number * truth.forward_s_per_tensor + gather_s(num_bytes),
+                forward_s=truth.forward_s + number * truth.forward_s_per_tensor + gather_s,
                 backward_s=truth.backward_s
                 + number * truth.backward_s_per_tensor
-                + scatter_s(num_bytes)
+                + reduce_s
                 + (again if regather else 0.0),
             )
 
-    found = dataclasses.asdict(_overhead(chains, True, links))
+    found = dataclasses.asdict(_overhead(chains, is_sharded, links, slowdown))
 
     assert found == pytest.approx(dataclasses.asdict(truth), abs=1e-9)
 

@@ -45,8 +45,16 @@ def test_what_is_computed_in_bf16_is_gathered_in_it_and_reduced_in_fp32():
 
 def test_the_allocator_of_a_gpu_rounds_every_tensor_up_to_512_bytes():
     held = sizes("none", device_kind="cuda")
-    assert held.shard_bytes == held.gathered_bytes == 2048 + 512
+    assert held.shard_bytes == held.gradient_bytes + 512 == 2048 + 512  # one of the two parameters is frozen
     assert held.local_bytes(0) == 2048
+    assert sizes("world", device_kind="cuda").gathered_bytes == 2560 + 512  # 6 rows, padded
+
+
+def test_a_replicated_unit_uses_what_is_stored_and_copies_what_is_cast():
+    assert sizes("none").gathered_bytes == sizes("none").copy_peak_bytes == 0
+    cast = sizes("none", precision="bf16")
+    assert cast.gathered_bytes == cast.copy_peak_bytes == sizes("none").shard_bytes // 2
+    assert cast.cast_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["none", "world"])
