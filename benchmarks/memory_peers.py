@@ -12,6 +12,7 @@ import gc
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker  # torch 2.13: private
 
+from osdp_ray.costs import splits_of, table_of
 from osdp_ray.costs.units import group_size
 from osdp_ray.records.plan import Plan, SectionPlan
 from osdp_ray.records.profile import Operator, Parameter, Precision, Profile, SectionClass
@@ -133,7 +134,8 @@ def _held(profile: Profile, plan: Plan) -> list[tuple[list[Parameter], int, bool
     """Per operator of the model: its parameters, how many ranks share them, whether they are gathered again."""
     held = []
     for section, planned in zip(profile.sections, plan.sections, strict=True):
-        section_class = profile.classes[section.class_index]
+        splits = splits_of(profile.classes[section.class_index], planned.units)
+        section_class = table_of(profile).split_class(section.class_index, splits).section_class
         operator_of = {operator.name: operator for operator in section_class.operators}
         for unit in planned.units:
             num_shards = group_size(unit.choice.shard_over, plan.ranks_per_node)

@@ -87,10 +87,10 @@ def test_the_peak_of_any_mixture_of_decisions_is_exact(corpus, seed):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("synchronise", ["every", "last"])
 def test_large_gradients_of_replicated_units_are_reduced_where_they_are(corpus, precision, synchronise):
-    workload = GptWorkload(layers=2, hidden=512, heads=2, sequence=8, data=corpus)
+    workload = GptWorkload(layers=1, hidden=512, heads=2, sequence=8, data=corpus)
     workload.precision = precision
     profile = traced_profile(workload, trace(workload), ranks_per_node=(4,))
-    for number, accumulation in itertools.product(range(3), (1, 3)):
+    for number, accumulation in ((0, 1), (1, 3), (2, 2)):
         sections = uniform_plan(profile, "DP", "none", micro_batch=1).sections if number == 0 else None
         plan = make_plan(
             profile,
