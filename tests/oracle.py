@@ -94,6 +94,8 @@ def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[i
         sections=traced.structure.sections,
         traces=traced.traces,
         evaluation=traced.evaluation,
+        alone=traced.alone,
+        alone_evaluation=traced.alone_evaluation,
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
         buffer_scratch_bytes=traced.buffer_scratch_bytes,

@@ -68,8 +68,12 @@ class Table:
             **{(trace.class_index, trace.recompute): trace for trace in profile.traces},
             **{(trace.class_index, EVALUATION): trace for trace in profile.evaluation},
         }
+        self._alone: dict[tuple[int, str], SectionTrace] = {
+            **{(trace.class_index, trace.recompute): trace for trace in profile.alone},
+            **{(trace.class_index, EVALUATION): trace for trace in profile.alone_evaluation},
+        }
         self._split: dict[tuple[int, Splits], SplitClass] = {}
-        self._split_traces: dict[tuple[int, str, Splits], SectionTrace] = {}
+        self._split_traces: dict[tuple[int, str, Splits, bool], SectionTrace] = {}
 
     def unit_bytes(self, class_index: int, unit: Unit) -> UnitBytes:
         key = (class_index, unit)
@@ -91,11 +95,13 @@ class Table:
             self._split[key] = split_class(self.profile.classes[class_index], splits)
         return self._split[key]
 
-    def _trace(self, class_index: int, recompute: str, splits: Splits) -> SectionTrace:
+    def _trace(self, class_index: int, recompute: str, splits: Splits, micro_batch: int) -> SectionTrace:
         trace = self._traces[class_index, recompute]
+        if is_alone := micro_batch == 1 and (class_index, recompute) in self._alone:
+            trace = self._alone[class_index, recompute]
         if not splits:
             return trace
-        key = (class_index, recompute, splits)
+        key = (class_index, recompute, splits, is_alone)
         if key not in self._split_traces:
             self._split_traces[key] = split_trace(trace, self.profile.classes[class_index], splits)
         return self._split_traces[key]
@@ -113,7 +119,8 @@ class Table:
         """A pass in which only the hooks of the subjects in `hooks` (and the model's, and foreign ones) matter."""
         key = (class_index, recompute, micro_batch, hooks, in_backward, splits)
         if key not in self._passes:
-            trace, operator_of = self._trace(class_index, recompute, splits), self._operator_of(class_index, splits)
+            trace = self._trace(class_index, recompute, splits, micro_batch)
+            operator_of = self._operator_of(class_index, splits)
             self._passes[key] = self._compile(trace, operator_of, micro_batch, hooks, in_backward=in_backward)
         return self._passes[key]
 

@@ -79,6 +79,8 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         sections=traced.structure.sections,
         traces=traced.traces,
         evaluation=traced.evaluation,
+        alone=traced.alone,
+        alone_evaluation=traced.alone_evaluation,
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
         buffer_scratch_bytes=traced.buffer_scratch_bytes,

@@ -6,7 +6,8 @@ loss. Frees that directly follow a block's end belong to it. Buffers that cross 
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from osdp_ray.errors import TraceError
 from osdp_ray.modeling.structure import Structure
@@ -342,3 +343,20 @@ def _parameter_subjects(structure: Structure, present: list[str]) -> dict[str, t
             for index, parameter in enumerate(section_class.parameters):
                 subjects[f"{prefix}{parameter.name}"] = (section.class_index, index)
     return subjects
+
+
+def of_one_sample(trace: SectionTrace) -> SectionTrace:
+    """The same trace with the sizes of one sample as constants."""
+
+    def fixed(row: tuple[int, ...]) -> tuple[int, ...]:
+        events = zip(*[iter(row)] * 5, strict=True)
+        return tuple(x for code, subject, buffer, c, per in events for x in (code, subject, buffer, c + per, 0))
+
+    return dataclasses.replace(trace, forward=fixed(trace.forward), backward=fixed(trace.backward))
+
+
+def first_of_each(found: list[Any]) -> Iterator[Any]:
+    """Of what was found of sections in several runs, the first of each class and way to recompute, in order."""
+    seen = {(item.class_index, item.recompute): item for item in reversed(found)}
+    for _, item in sorted(seen.items()):
+        yield item

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -36,7 +36,15 @@ from osdp_ray.profiling import values
 from osdp_ray.profiling.fakes import fakes_of, real_branches, reals_of, replace_tensors, seen_random_state
 from osdp_ray.profiling.memo import Memo
 from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
-from osdp_ray.profiling.sections import Run, cut_sections, find_variants, join_runs, without_unreached
+from osdp_ray.profiling.sections import (
+    Run,
+    cut_sections,
+    find_variants,
+    first_of_each,
+    join_runs,
+    of_one_sample,
+    without_unreached,
+)
 from osdp_ray.profiling.work import Counter, SectionWork, cut_work
 from osdp_ray.records.profile import Recompute, SectionTrace
 from osdp_ray.workload import Workload
@@ -63,6 +71,8 @@ class Trace:
     batch_bytes_per_sample: int
     buffer_bytes: int
     buffer_scratch_bytes: int = 0
+    alone: tuple[SectionTrace, ...] = ()
+    alone_evaluation: tuple[SectionTrace, ...] = ()
     work: tuple[SectionWork, ...] = ()
 
 
@@ -84,7 +94,7 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
             problem = f"it is a parameter of shape {tuple(parameter.shape)}, without an element to train or to shard"
             raise TraceError(name, problem, "Leave it out of the model, or make no dimension of it 0")
     blocks = find_blocks(model, user_code.blocks(workload))
-    batches = [_first_batch(workload, micro_batch) for micro_batch in _MICRO_BATCHES]
+    batches = [_first_batch(workload, micro_batch) for micro_batch in (*_MICRO_BATCHES, 1)]
     buffer_scratch_bytes = max((scratch_bytes.get(name, 0) for name, _ in model.named_buffers()), default=0)
     buffer_bytes = sum({id(buffer): buffer.nbytes for buffer in model.buffers()}.values())
     try:
@@ -98,7 +108,9 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
         structure=structure if workload.measure else without_unreached(structure, traces),
         traces=traces,
         evaluation=found.evaluation(structure),
-        batch_bytes_per_sample=_bytes_per_sample(batches),
+        alone=found.alone(structure),
+        alone_evaluation=found.alone_evaluation(structure),
+        batch_bytes_per_sample=_bytes_per_sample(batches[:2]),
         buffer_bytes=buffer_bytes,
         buffer_scratch_bytes=buffer_scratch_bytes,
         work=found.work(structure),
@@ -142,10 +154,13 @@ def _trace_model(
 
 
 class _Found:
-    """What was recorded, run by run."""
+    """What was recorded, run by run: at two micro-batches, and at the last of `batches`, which has one sample."""
 
     def __init__(self, batches: list[Any], counts_work: bool, is_sampled: bool) -> None:
-        self.batches, self.counts_work, self.is_sampled = batches, counts_work, is_sampled
+        self.batches, self.counts_work, self.is_sampled = batches[:-1], counts_work, is_sampled
+        self.single: Any = batches[-1]  # None where the model does not run it, such as batch norm
+        self.single_runs: list[Run] = []
+        self.single_evaluations: list[Run] = []
         self.runs: list[Run] = []
         self.evaluations: list[Run] = []
         self.counters: list[list[Counter]] = []
@@ -158,13 +173,27 @@ class _Found:
         recorders = [subject.record(recomputes, *pair) for pair in zip(self.batches, watches, strict=True)]
         self.runs.append(self._join(recomputes, recorders))
         self.counters.append(counters)
+        self.single_runs += self._single_run(subject, recomputes)
         return recorders[0].order
 
     def record_evaluation(self, subject: "_Subject") -> None:
         """Records a forward without gradients at every micro-batch."""
         with watch_weights(subject.modules) as self.read:
             recorders = [subject.record({}, batch, evaluates=True) for batch in self.batches]
+            self.single_evaluations += self._single_run(subject, {}, evaluates=True)
         self.evaluations.append(self._join({}, recorders))
+
+    def _single_run(
+        self, subject: "_Subject", recomputes: Mapping[str, Recompute], *, evaluates: bool = False
+    ) -> list[Run]:
+        if self.single is None:
+            return []
+        try:
+            recorder = subject.record(recomputes, self.single, evaluates=evaluates)
+        except (WorkloadError, TraceError):
+            self.single = None
+            return []
+        return [self._join(recomputes, [recorder, recorder])]
 
     def _join(self, recomputes: Mapping[str, Recompute], recorders: list[Recorder]) -> Run:
         events = [recorder.events for recorder in recorders]
@@ -172,25 +201,33 @@ class _Found:
 
     def evaluation(self, structure: Structure) -> tuple[SectionTrace, ...]:
         found = [item for run in self.evaluations for item in cut_sections(structure, run)]
-        return tuple(_first_of_each(found))
+        return tuple(first_of_each(found))
 
     def traces(self, structure: Structure) -> tuple[SectionTrace, ...]:
         found = [item for run in self.runs for item in cut_sections(structure, run)]
-        return tuple(_first_of_each(found))
+        return tuple(first_of_each(found))
+
+    def alone(self, structure: Structure) -> tuple[SectionTrace, ...]:
+        """Traces of one sample, those that differ from what the others say of it."""
+        return self._that_differ(structure, self.single_runs, self.traces(structure))
+
+    def alone_evaluation(self, structure: Structure) -> tuple[SectionTrace, ...]:
+        return self._that_differ(structure, self.single_evaluations, self.evaluation(structure))
+
+    def _that_differ(
+        self, structure: Structure, runs: list[Run], known: tuple[SectionTrace, ...]
+    ) -> tuple[SectionTrace, ...]:
+        if self.single is None:
+            return ()
+        found = first_of_each([item for run in runs for item in cut_sections(structure, run)])
+        return tuple(item for item in found if item not in [of_one_sample(trace) for trace in known])
 
     def work(self, structure: Structure) -> tuple[SectionWork, ...]:
         if not self.counts_work:
             return ()
         pairs = zip(self.runs, self.counters, strict=True)
         found = [item for run, pair in pairs for item in cut_work(structure, run, pair, _MICRO_BATCHES)]
-        return tuple(_first_of_each(found))
-
-
-def _first_of_each(found: list[Any]) -> Iterator[Any]:
-    """Of what was found of sections in several runs, the first of each class and way to recompute, in order."""
-    seen = {(item.class_index, item.recompute): item for item in reversed(found)}
-    for _, item in sorted(seen.items()):
-        yield item
+        return tuple(first_of_each(found))
 
 
 def _first_batch(workload: Workload, micro_batch: int) -> Any:

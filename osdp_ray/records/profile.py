@@ -258,7 +258,8 @@ def start_calibration(device_kind: DeviceKind) -> Calibration:
 class Profile(Record):
     """Everything `plan` needs to know of a model on a cluster.
 
-    `evaluation` are traces of forward passes without gradients, one per class. `overlaps`: its backend communicates
+    `evaluation` are traces of forward passes without gradients, one per class. `alone` and `alone_evaluation` are those
+    of micro-batch 1 that differ from what the others say of it. `overlaps`: its backend communicates
     beside computation (streams), where gloo on CPUs takes turns with it; computing beside a collective then takes
     `1 + overlap_slowdown_fraction` times as long (0 in an estimate). `context_bytes` and
     `communicator_bytes` are what the process holds of a device outside the allocator of tensors: driver, kernels and
@@ -284,6 +285,8 @@ class Profile(Record):
     links: tuple[LinkCost, ...]
     copy_bytes_per_s: float
     calibration: Calibration
+    alone: tuple[SectionTrace, ...] = ()
+    alone_evaluation: tuple[SectionTrace, ...] = ()
     overlaps: bool = False
     overlap_slowdown_fraction: float = 0.0
     evaluation: tuple[SectionTrace, ...] = ()
