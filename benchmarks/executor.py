@@ -180,7 +180,7 @@ class Trainee:
 def _ours(workload: GptWorkload, profile: Profile, in_blocks: Choice, outside: Choice) -> Trainee:
     pairs = zip(*(uniform_sections(profile, choice, "none") for choice in (in_blocks, outside)), strict=True)
     sections = tuple(block if block.is_block else other for block, other in pairs)
-    plan = make_plan(profile, sections, micro_batch=MICRO_BATCH, accumulation=1)
+    plan = make_plan(profile, sections, micro_batch=MICRO_BATCH, accumulation=1, prefetch=profile.default_prefetch)
     model, initialisation = build_on_meta(workload)
     initialisation.materialize(parallelize(model, plan), "cpu", 0)
     return Trainee(workload, model, clip_grad_norm)

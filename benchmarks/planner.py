@@ -248,12 +248,7 @@ def exactness() -> dict[str, Any]:
     missed = unproven = 0
     for seed in range(NUM_INSTANCES_OF_BENCHMARK):
         instance = random_instance(seed)
-        made = plan(
-            instance.profile,
-            budget_bytes=instance.budget_bytes,
-            global_batch=instance.samples,
-            micro_batch=instance.micro_batch,
-        )
+        made = plan(instance.profile, **instance.wishes)
         missed += faster_plan_that_fits(instance, made.prediction.step_s) is not None
         unproven += made.solver.status != "optimal"
     print(f"{NUM_INSTANCES_OF_BENCHMARK} enumerable instances: {missed} missed, {unproven} not proven\n")

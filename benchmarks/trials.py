@@ -156,6 +156,7 @@ def plan_of(
         prediction=predict_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation),
         alternatives=(),
         solver=SolverReport(solver="none", status="feasible", gap_fraction=0.0, num_solves=0, num_cuts=0),
+        prefetch=profile.default_prefetch,
     )
 
 

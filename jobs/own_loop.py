@@ -2,7 +2,7 @@
 
 What the loop takes of osdp_ray: the model built shard by shard, the plan applied to it, the norm of gradients over all
 ranks, saves that any plan and number of ranks can read. All else is its own: data, schedule, logging, when to stop.
-Run it again with the same --out and it goes on from its newest save.
+Run it again with the same --out and it goes on from its newest save, with the profile that it made.
 """
 
 import argparse
@@ -92,7 +92,12 @@ def main(arguments: list[str] | None = None) -> None:
     connect(os.environ.get("RAY_ADDRESS"), num_workers=options.num_workers)
     workload = gpt(layers=3, hidden=64, heads=4, sequence=64)
     cluster = osdp_ray.discover(num_workers=options.num_workers)
-    profile = osdp_ray.profile(workload, cluster)
+    kept = options.out / "profile.json"
+    profile = osdp_ray.Profile.load(kept) if kept.exists() else None
+    if profile is None or (profile.workload_hash, profile.cluster_hash) != (workload.hash(), cluster.hash()):
+        profile = osdp_ray.profile(workload, cluster)
+        options.out.mkdir(parents=True, exist_ok=True)
+        profile.save(kept)
     budget_bytes = parse_bytes(options.memory_budget)
     plan = osdp_ray.plan(profile, budget_bytes=budget_bytes, global_batch=options.global_batch)
     print(plan.table(), flush=True)

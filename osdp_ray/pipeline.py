@@ -29,7 +29,7 @@ from osdp_ray.observation import HubClient, Note, load_parquet, save_parquet, st
 from osdp_ray.planning import plan as make_plan
 from osdp_ray.profiling import profile as make_profile
 from osdp_ray.records.cluster import Cluster
-from osdp_ray.records.plan import Plan
+from osdp_ray.records.plan import Plan, ScatterGroup
 from osdp_ray.records.profile import Profile
 from osdp_ray.records.summary import Summary
 from osdp_ray.records.telemetry import Sample, Telemetry
@@ -61,6 +61,8 @@ def run(
     num_workers: int | None = None,
     budget_bytes: int | None = None,
     micro_batch: int | None = None,
+    prefetch: int | None = None,
+    scatter_group: ScatterGroup = "shared",
     seed: int = 0,
     save_every: int = 0,
     eval_every: int = 0,
@@ -79,10 +81,11 @@ def run(
     """Trains a workload with the fastest plan that fits `budget_bytes` per device, and returns what came of it.
 
     Without a budget it is 90 % of the smallest device, or that of the run that goes on. `global_batch` samples make a
-    step, whatever the plan. The run's files go to `out`; with `resume` the run there goes on from its newest save,
-    under its newest plan if the cluster is as it was, else under a new one. `on_event(kind, facts)` hears of: stage
-    (name, seconds: None as it starts), cluster, profile, plan (the record, index), samples, eval, saved, save_failed,
-    replan, done. How saves are written and weights are taken in: see `TrainOptions`.
+    step, whatever the plan; `prefetch` and `scatter_group` are those of all its plans, see `plan`. The run's files go
+    to `out`; with `resume` the run there goes on from its newest save, under its newest plan if the cluster is as it
+    was, else under a new one. `on_event(kind, facts)` hears of: stage (name, seconds: None as it starts), cluster,
+    profile, plan (the record, index), samples, eval, saved, save_failed, replan, done. How saves are written and
+    weights are taken in: see `TrainOptions`.
 
     SIGINT or SIGTERM, in the main thread, save at the next step and raise Interrupted; a second one ends the run at
     once. Raises OsdpError for everything that a user can mend. Nothing is left running.
@@ -105,6 +108,8 @@ def run(
         budget_bytes=budget_bytes,
         global_batch=global_batch,
         micro_batch=micro_batch,
+        prefetch=prefetch,
+        scatter_group=scatter_group,
         resume=resume,
         address=address,
         max_replans=max_replans,
@@ -241,12 +246,7 @@ class _Run:
         budget_bytes = self.settings.budget_bytes or earlier_budget_bytes
         if budget_bytes is None:
             budget_bytes = int(self.cluster.smallest_memory_bytes * DEFAULT_BUDGET_FRACTION)
-        return make_plan(
-            profile,
-            budget_bytes=budget_bytes,
-            global_batch=self.settings.global_batch,
-            micro_batch=self.settings.micro_batch,
-        )
+        return make_plan(profile, budget_bytes=budget_bytes, **self.settings.of_plans)
 
     def _use_plan(self, plan: Plan, index: int) -> None:
         self.plan, self.plan_index = plan, index

@@ -61,6 +61,8 @@ def reusable_profile(directory: RunDirectory, plan: Plan, cluster: Cluster, sett
         plan.ranks_per_node == cluster.ranks_per_node
         and plan.global_batch == settings.global_batch
         and settings.micro_batch in (None, plan.micro_batch)
+        and settings.prefetch in (None, plan.prefetch)
+        and settings.scatter_group == plan.scatter_group
         and settings.budget_bytes in (None, plan.budget_bytes)
     ):
         return None

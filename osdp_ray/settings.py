@@ -1,9 +1,11 @@
 """What a user asks of a run, and the checks that need neither cluster nor model."""
 
 import dataclasses
+from typing import Any
 
 from osdp_ray.errors import UsageError
 from osdp_ray.execution.options import TrainOptions
+from osdp_ray.records.plan import ScatterGroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,10 +16,22 @@ class Settings:
     budget_bytes: int | None
     global_batch: int
     micro_batch: int | None
+    prefetch: int | None
+    scatter_group: ScatterGroup
     resume: bool
     address: str | None
     max_replans: int
     options: TrainOptions
+
+    @property
+    def of_plans(self) -> dict[str, Any]:
+        """What every plan of the run must keep to, as arguments of `plan`."""
+        return {
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "prefetch": self.prefetch,
+            "scatter_group": self.scatter_group,
+        }
 
 
 def check_settings(settings: Settings) -> None:
@@ -28,6 +42,7 @@ def check_settings(settings: Settings) -> None:
         ("--global-batch", settings.global_batch, 1),
         ("--num-workers", settings.num_workers, 1),
         ("--micro-batch", settings.micro_batch, 1),
+        ("--prefetch", settings.prefetch, 0),
         ("--memory-budget", settings.budget_bytes, 1),
         ("--save-every", options.save_every, 0),
         ("--eval-every", options.eval_every, 0),

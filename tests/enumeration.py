@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from osdp_ray.costs import simulate_sections, step_seconds
 from osdp_ray.planning.choices import (
@@ -15,19 +15,32 @@ from osdp_ray.planning.choices import (
     split_assignments,
     with_slices,
 )
-from osdp_ray.records.plan import SectionPlan, Synchronise, Unit, slice_name
+from osdp_ray.records.plan import ScatterGroup, SectionPlan, Synchronise, Unit, slice_name
 from osdp_ray.records.profile import Profile, Section, SectionClass
 from tests.random_profiles import random_profile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A profile, a batch shape and a budget between the leanest and the fattest uniform plan."""
+    """A profile, a batch shape, options of a step, and a budget between the leanest and the fattest uniform plan."""
 
     profile: Profile
     micro_batch: int
     accumulation: int
     budget_bytes: int
+    prefetch: int
+    scatter_group: ScatterGroup
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """The instance as arguments of `plan`."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "global_batch": self.samples,
+            "micro_batch": self.micro_batch,
+            "prefetch": self.prefetch,
+            "scatter_group": self.scatter_group,
+        }
 
     @property
     def synchronises(self) -> tuple[Synchronise, ...]:
@@ -42,25 +55,37 @@ def random_instance(seed: int) -> Instance:
     """At most some ten thousand plans: two blocks of two operators, or one operator per block on nodes, or in three."""
     kind = seed % 3
     layers = 3 if kind == 2 else 2
-    return _instance(random.Random(seed), max_layers=layers, merge=True, whole_blocks=kind > 0, nodes=kind == 1)
+    return _instance(seed, max_layers=layers, merge=True, whole_blocks=kind > 0, nodes=kind == 1)
 
 
-def _instance(rng: random.Random, **options: Any) -> Instance:
+def _instance(seed: int, **options: Any) -> Instance:
+    rng, options_rng = random.Random(seed), random.Random(f"options of a step {seed}")
     profile = random_profile(rng, **options)
     micro_batch, accumulation = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 3))
+    prefetch = 1 if profile.overlaps else options_rng.choice((0, 0, 1))
+    scatter_group = options_rng.choice(get_args(ScatterGroup))
     peaks = []
     for choice, recompute in itertools.product(choices_of(profile), RECOMPUTES):
         sections = tuple(ways(profile, s, (choice,), (recompute,))[0] for s in profile.sections)
-        held = simulate_sections(profile, sections, micro_batch=micro_batch, accumulation=accumulation)
+        held = simulate_sections(
+            profile, sections, micro_batch=micro_batch, accumulation=accumulation, prefetch=prefetch
+        )
         peaks.append(held.peak_bytes)
     fraction = rng.random() * rng.random()
     budget_bytes = min(peaks) + round(fraction * (max(peaks) - min(peaks)))
-    return Instance(profile=profile, micro_batch=micro_batch, accumulation=accumulation, budget_bytes=budget_bytes)
+    return Instance(
+        profile=profile,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        budget_bytes=budget_bytes,
+        prefetch=prefetch,
+        scatter_group=scatter_group,
+    )
 
 
 def random_split_instance(seed: int) -> Instance:
     """One block whose second operator may be split."""
-    return _instance(random.Random(seed), max_layers=1, merge=True, splits=True)
+    return _instance(seed, max_layers=1, merge=True, splits=True)
 
 
 def ways(profile: Profile, section: Section, choices, recomputes=RECOMPUTES) -> list[SectionPlan]:
@@ -103,6 +128,8 @@ def every_plan(instance: Instance) -> Iterator[tuple[tuple[SectionPlan, ...], Sy
                 micro_batch=instance.micro_batch,
                 accumulation=instance.accumulation,
                 synchronise=synchronise,
+                prefetch=instance.prefetch,
+                scatter_group=instance.scatter_group,
             )
             yield sections, synchronise, sum(phases.values())
 
@@ -114,6 +141,7 @@ def fits(instance: Instance, sections: tuple[SectionPlan, ...], synchronise: Syn
         micro_batch=instance.micro_batch,
         accumulation=instance.accumulation,
         synchronise=synchronise,
+        prefetch=instance.prefetch,
     )
     return held.peak_bytes <= instance.budget_bytes
 
@@ -122,7 +150,11 @@ def lowest_peak_bytes(instance: Instance) -> int:
     """The peak of the leanest of all plans that reduce in every micro-batch."""
     profile = instance.profile
     menus = [ways(profile, s, choices_of(profile)) for s in profile.sections]
-    shape = {"micro_batch": instance.micro_batch, "accumulation": instance.accumulation}
+    shape = {
+        "micro_batch": instance.micro_batch,
+        "accumulation": instance.accumulation,
+        "prefetch": instance.prefetch,
+    }
     return min(simulate_sections(profile, sections, **shape).peak_bytes for sections in itertools.product(*menus))
 
 

@@ -56,6 +56,7 @@ HYBRID_CHOICES = {
 }
 _ACCUMULATIONS = (1, 1, 1, 2, 3, 4)
 _MAX_MICRO_BATCH = 6
+_PREFETCHES = (0, 0, 1, 1, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,7 @@ class CaseDraw:
     choice: str | None
     recompute: Recompute | Literal["mixed"]
     plan_seed: int
+    prefetch: int
 
     @property
     def num_ranks(self) -> int:
@@ -89,7 +91,7 @@ class CaseDraw:
         return (
             f"case {self.index}: {self.model} {self.precision}, {nodes} x {per_node} ranks, micro-batch "
             f"{self.micro_batch} x {self.accumulation} ({self.synchronise}), {self.choice or 'mixed'}, "
-            f"recompute {self.recompute}"
+            f"recompute {self.recompute}, prefetch {self.prefetch}"
         )
 
 
@@ -127,6 +129,7 @@ def draw_cases(
     shapes, recomputes = Deck(rng, ("uniform", "mixed")), Deck(rng, RECOMPUTES)
     synchronises: Deck[Synchronise] = Deck(rng, ("every", "last"))
     choices = {False: Deck(rng, tuple(UNIFORM_CHOICES)), True: Deck(rng, (*UNIFORM_CHOICES, *HYBRID_CHOICES))}
+    prefetches = Deck(random.Random(f"prefetches {seed}"), _PREFETCHES)  # the other fields stay those of a seed
     draws = []
     for index in range(num_cases):
         (model, precision), ranks_per_node = subjects.deal(), deck_of_worlds.deal()
@@ -143,6 +146,7 @@ def draw_cases(
                 choice=choices[len(ranks_per_node) > 1].deal() if is_uniform else None,
                 recompute=recomputes.deal() if is_uniform else "mixed",
                 plan_seed=rng.randrange(1 << 30),
+                prefetch=prefetches.deal(),
             )
         )
     return tuple(draws)
@@ -162,6 +166,7 @@ def build_case(draw: CaseDraw) -> MemoryCase:
         micro_batch=draw.micro_batch,
         accumulation=draw.accumulation,
         synchronise=draw.synchronise,
+        prefetch=draw.prefetch,
     )
     return MemoryCase(draw=draw, workload=workload, profile=profile, plan=plan)
 

@@ -20,6 +20,7 @@ from osdp_ray.records.plan import (
     Choice,
     Plan,
     Prediction,
+    ScatterGroup,
     SectionPlan,
     SolverReport,
     Synchronise,
@@ -114,6 +115,8 @@ def make_plan(
     micro_batch: int,
     accumulation: int,
     synchronise: Synchronise = "every",
+    prefetch: int = 1,
+    scatter_group: ScatterGroup = "shared",
 ) -> Plan:
     """A plan with these decisions and no prediction worth reading."""
     nothing = Prediction(
@@ -138,6 +141,8 @@ def make_plan(
         prediction=nothing,
         alternatives=(),
         solver=SolverReport(solver="none", status="optimal", gap_fraction=0.0, num_solves=0, num_cuts=0),
+        prefetch=prefetch,
+        scatter_group=scatter_group,
     )
 
 

@@ -113,7 +113,8 @@ class Drill:
         shape = f"micro-batch {plan.micro_batch} x {plan.accumulation} ({plan.synchronise})"
         return (
             f"{self.model} {plan.precision}, ranks {plan.ranks_per_node}, {shape}, {self.optimizer}, "
-            f"clipped at {self.max_norm}: {'; '.join(chosen)}"
+            f"clipped at {self.max_norm}, prefetch {plan.prefetch}, {plan.scatter_group} scatter group: "
+            f"{'; '.join(chosen)}"
         )
 
     @property
@@ -131,6 +132,9 @@ def draw_drills(ranks_per_node, num_drills, seed, *, precision="fp32"):
         models = [name for name in models if name != "conv-net"]  # BatchNorm on CPU mixes no bf16 with fp32 buffers
     accumulations = [n for n in (1, 2, 1, 2, 4) if GLOBAL_BATCH // sum(ranks_per_node) % n == 0]
     decks = [Deck(rng, values) for values in (models, accumulations, ("every", "last"), (*OPTIMIZERS,), (True, False))]
+    options = random.Random(
+        f"options of a step {ranks_per_node} {seed} {precision}"
+    )  # the other fields stay as they are
     drills = []
     for _ in range(num_drills):
         model, accumulation, synchronise, optimizer, clips = (deck.deal() for deck in decks)
@@ -142,6 +146,8 @@ def draw_drills(ranks_per_node, num_drills, seed, *, precision="fp32"):
             micro_batch=GLOBAL_BATCH // profile.num_ranks // accumulation,
             accumulation=accumulation,
             synchronise=synchronise if accumulation > 1 else "every",
+            prefetch=options.choice((0, 0, 1, 2, 3)),
+            scatter_group=options.choice(("shared", "shared", "own")),
         )
         drills.append(Drill(model=model, plan=plan, optimizer=optimizer, max_norm=CLIPPED if clips else UNCLIPPED))
     return drills

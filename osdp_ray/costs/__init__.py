@@ -3,7 +3,6 @@ run all ask here.
 """
 
 import dataclasses
-from typing import TypedDict
 
 from osdp_ray.costs.device import held_beside, tensor_budget_bytes
 from osdp_ray.costs.ledger import Holding, PhasePeak, explain_peaks, explain_section_peaks, peak_table
@@ -16,7 +15,7 @@ from osdp_ray.costs.starting import SAVE_PIECE_BYTES, chunk_rows
 from osdp_ray.costs.steps import evaluation_bytes, num_rounds, simulate_bytes, simulate_sections, unit_state_bytes
 from osdp_ray.costs.streams import beside, late_s, overlapped_s, step_seconds
 from osdp_ray.costs.units import WEIGHTLESS, UnitBytes
-from osdp_ray.records.plan import Plan, Prediction, SectionPlan, Synchronise
+from osdp_ray.records.plan import Plan, Prediction, ScatterGroup, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 __all__ = [
@@ -59,12 +58,6 @@ __all__ = [
 ]
 
 
-class _Shape(TypedDict):
-    micro_batch: int
-    accumulation: int
-    synchronise: Synchronise
-
-
 def predict(profile: Profile, plan: Plan) -> Prediction:
     """What a plan costs by this profile: the peak of the rank that holds the most, and the seconds of a step."""
     prediction = predict_sections(
@@ -73,12 +66,13 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         synchronise=plan.synchronise,
+        prefetch=plan.prefetch,
+        scatter_group=plan.scatter_group,
     )
     peaks = prediction.peak_by_phase | evaluation_bytes(profile, plan.sections, plan.micro_batch)
     peak_bytes = max(peaks.values())
-    return dataclasses.replace(
-        prediction, peak_bytes=peak_bytes, peak_by_phase=peaks, held_beside=held_beside(profile, peak_bytes)
-    )
+    beside_bytes = held_beside(profile, peak_bytes, plan.scatter_group)
+    return dataclasses.replace(prediction, peak_bytes=peak_bytes, peak_by_phase=peaks, held_beside=beside_bytes)
 
 
 def predict_sections(
@@ -88,11 +82,31 @@ def predict_sections(
     micro_batch: int,
     accumulation: int,
     synchronise: Synchronise = "every",
+    prefetch: int | None = None,
+    scatter_group: ScatterGroup = "shared",
 ) -> Prediction:
-    """The same for decisions that are not in a plan yet; `sections` are those of the profile, in its order."""
-    shape: _Shape = {"micro_batch": micro_batch, "accumulation": accumulation, "synchronise": synchronise}
-    held = simulate_sections(profile, sections, **shape, with_levels=False)
-    phases = step_seconds(profile, sections, **shape)
+    """The same for decisions that are not in a plan yet; `sections` are those of the profile, in its order.
+
+    Where `prefetch` is None it is the profile's default.
+    """
+    held = simulate_sections(
+        profile,
+        sections,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        synchronise=synchronise,
+        prefetch=prefetch,
+        with_levels=False,
+    )
+    phases = step_seconds(
+        profile,
+        sections,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        synchronise=synchronise,
+        prefetch=prefetch,
+        scatter_group=scatter_group,
+    )
     step_s = sum(phases.values())
     return Prediction(
         peak_bytes=held.peak_bytes,
@@ -101,5 +115,5 @@ def predict_sections(
         step_s=step_s,
         step_s_by_phase=phases,
         samples_per_s=micro_batch * accumulation * profile.num_ranks / step_s,
-        held_beside=held_beside(profile, held.peak_bytes),
+        held_beside=held_beside(profile, held.peak_bytes, scatter_group),
     )

@@ -4,7 +4,7 @@
                      next unit copies out, the last one at the end of the model's forward
     after forward    whole parameters freed, unless the unit keeps them, or copied into a shard of the node's size
     before backward  gather again where they were freed (such a shard is freed after it), flat buffer freed at once,
-                     then the flat buffer of the unit that ran before it is gathered ahead
+                     then the flat buffers of the `prefetch` units that ran before it are gathered ahead
     after backward   whole parameters freed; the previous unit's reduction input freed, this one's allocated,
                      gradients copied into it and freed, the reduced shard allocated
 
@@ -19,8 +19,9 @@ from osdp_ray.records.profile import FOREIGN, Profile
 class Fsdp2:
     """The bytes that are live, the highest so far in this phase, and the units' buffers."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, prefetch: int | None) -> None:
         self.profile = profile
+        self.prefetch = profile.default_prefetch if prefetch is None else prefetch
         self.copies = profile.backend == "gloo"
         self.units: list[list[PlayedUnit]] = []
         self.live = self.peak = self.section_peak = 0
@@ -156,8 +157,7 @@ class Fsdp2:
             unit.gathered = True
         if unit.order:
             index = unit.order.pop()
-            if index > 0:
-                ahead = self.forward_order[index - 1]
+            for ahead in reversed(self.forward_order[max(0, index - self.prefetch) : index]):
                 if not ahead.gathered and not ahead.pending:
                     self._alloc_flat(ahead)
                     self.pending_bytes += ahead.sizes.flat_bytes

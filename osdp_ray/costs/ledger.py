@@ -44,6 +44,7 @@ def explain_peaks(profile: Profile, plan: Plan) -> tuple[PhasePeak, ...]:
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         synchronise=plan.synchronise,
+        prefetch=plan.prefetch,
     )
     if not profile.evaluation:
         return noted
@@ -59,9 +60,10 @@ def explain_section_peaks(
     micro_batch: int,
     accumulation: int,
     synchronise: Synchronise = "every",
+    prefetch: int | None = None,
 ) -> tuple[PhasePeak, ...]:
     """The same of the start and a step, for decisions that are not in a plan yet."""
-    ledger = _Ledger(profile, sections, micro_batch)
+    ledger = _Ledger(profile, sections, micro_batch, prefetch)
     shares_of = starting_shares(ledger, state_bytes(ledger))
     starting = tuple(_starting_peak(phase, shares) for phase, shares in shares_of.items())
     play_step(ledger, micro_batch, accumulation, synchronise)
@@ -95,14 +97,17 @@ def peak_table(peaks: tuple[PhasePeak, ...], budget_bytes: int, *, num_holdings:
 class _Ledger(StepSimulator):
     """Attributes every change of `live` that comes from a section's own events to that section."""
 
-    def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], micro_batch: int) -> None:
+    def __init__(
+        self, profile: Profile, sections: tuple[SectionPlan, ...], micro_batch: int, prefetch: int | None = None
+    ) -> None:
         self.noted: dict[str, PhasePeak] = {}
         self.activations: dict[int, int] = {}
         self.position = -1
         self.persistent = self.momentary = 0
         self.batch_bytes = micro_batch * profile.batch_bytes_per_sample
         self._peak = 0
-        super().__init__(profile, sections, tuple(section.class_index for section in profile.sections))
+        class_indices = tuple(section.class_index for section in profile.sections)
+        super().__init__(profile, sections, class_indices, prefetch=prefetch)
         self.persistent = persistent_bytes(self)
 
     @property

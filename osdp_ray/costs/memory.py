@@ -29,8 +29,15 @@ from osdp_ray.records.profile import (
 class StepSimulator(Fsdp2):
     """Plays steps of the sections given; `simulate_bytes` is the way in for whole plans."""
 
-    def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], class_indices: tuple[int, ...]) -> None:
-        super().__init__(profile)
+    def __init__(
+        self,
+        profile: Profile,
+        sections: tuple[SectionPlan, ...],
+        class_indices: tuple[int, ...],
+        *,
+        prefetch: int | None = None,
+    ) -> None:
+        super().__init__(profile, prefetch)
         self.sections, self.class_indices = sections, class_indices
         self.times = (1,) * len(sections)  # how many sections of the model each one stands for
         self.table = table_of(profile)

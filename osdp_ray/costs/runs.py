@@ -54,10 +54,18 @@ def _alike(sections: Sequence[SectionPlan], class_indices: Sequence[int], one: i
 class RowSimulator(StepSimulator):
     """Plays whole models row by row; levels come out for every section."""
 
-    def __init__(self, profile: Profile, sections: tuple[SectionPlan, ...], class_indices: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        sections: tuple[SectionPlan, ...],
+        class_indices: tuple[int, ...],
+        *,
+        prefetch: int | None = None,
+    ) -> None:
         self.rows = shortened(sections, class_indices)
         chosen = [row.first for row in self.rows]
-        super().__init__(profile, tuple(sections[i] for i in chosen), tuple(class_indices[i] for i in chosen))
+        played = tuple(sections[i] for i in chosen)
+        super().__init__(profile, played, tuple(class_indices[i] for i in chosen), prefetch=prefetch)
         self.times = tuple(row.times for row in self.rows)
         self.with_levels = True  # False: a micro-batch's levels are left out, peaks are all that is asked for
 

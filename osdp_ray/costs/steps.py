@@ -27,6 +27,7 @@ def simulate_bytes(
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         synchronise=plan.synchronise,
+        prefetch=plan.prefetch,
         is_first=is_first,
         clips=clips,
         rank=rank,
@@ -42,6 +43,7 @@ def simulate_sections(
     micro_batch: int,
     accumulation: int,
     synchronise: Synchronise = "every",
+    prefetch: int | None = None,
     is_first: bool = False,
     clips: bool = False,
     rank: int = 0,
@@ -52,7 +54,7 @@ def simulate_sections(
     Without levels the passes are empty, which is faster for deep models.
     """
     class_indices = tuple(section.class_index for section in profile.sections)
-    simulator = RowSimulator(profile, sections, class_indices)
+    simulator = RowSimulator(profile, sections, class_indices, prefetch=prefetch)
     simulator.with_levels = with_levels
     starting = starting_bytes(simulator, state_bytes(simulator, rank), rank)
     held = play_step(simulator, micro_batch, accumulation, synchronise, is_first=is_first, clips=clips, rank=rank)

@@ -20,7 +20,8 @@ stream busy for, G, H its gathers before forward and before backward, R the redu
 
                   beside(B[i], R[i + 1] + H[i - 1])         and nothing hides H[last] and R[0]
 
-              On two the gather does not wait for the reduction; a section's end waits for the reduction before it.
+              Over a communicator of its own the reduction runs beside the gather, as fast as if it were alone (at
+              best: both may share wires), so the larger of both counts. Gathers that are not ahead hide nothing.
 
     beside(compute, link) = max(link, compute + link * s / (1 + s))
 
@@ -33,7 +34,7 @@ import itertools
 from collections.abc import Sequence
 
 from osdp_ray.costs.seconds import SectionSeconds, section_seconds
-from osdp_ray.records.plan import SectionPlan, Synchronise
+from osdp_ray.records.plan import ScatterGroup, SectionPlan, Synchronise
 from osdp_ray.records.profile import Profile
 
 PHASES_S = ("forward", "backward", "communication", "optimizer")
@@ -46,9 +47,11 @@ def step_seconds(
     micro_batch: int,
     accumulation: int,
     synchronise: Synchronise = "every",
-    shares_communicator: bool = True,
+    prefetch: int | None = None,
+    scatter_group: ScatterGroup = "shared",
 ) -> dict[str, float]:
     """Seconds of a step by phase. `communication` is what computing does not hide, copies and slow-down included."""
+    prefetch = profile.default_prefetch if prefetch is None else prefetch
     parts = [
         section_seconds(profile, described.class_index, section, micro_batch)
         for section, described in zip(sections, profile.sections, strict=True)
@@ -60,7 +63,9 @@ def step_seconds(
     for times, reduces in ((num_reducing, True), (accumulation - num_reducing, False)):
         if times and profile.overlaps:
             slowdown = profile.overlap_slowdown_fraction
-            total_s += times * overlapped_s(parts, slowdown, reduces=reduces, shares_communicator=shares_communicator)
+            total_s += times * overlapped_s(
+                parts, slowdown, reduces=reduces, prefetch=prefetch, scatter_group=scatter_group
+            )
         elif times:
             total_s += times * sum(part.pass_s(reduces=reduces) for part in parts)
             if reduces:
@@ -85,15 +90,19 @@ def late_s(parts: Sequence[SectionSeconds], slowdown_fraction: float) -> float:
 
 
 def overlapped_s(
-    parts: Sequence[SectionSeconds], slowdown_fraction: float, *, reduces: bool, shares_communicator: bool = True
+    parts: Sequence[SectionSeconds],
+    slowdown_fraction: float,
+    *,
+    reduces: bool,
+    prefetch: int = 1,
+    scatter_group: ScatterGroup = "shared",
 ) -> float:
     """Seconds of one micro-batch of these sections, from first to last, with communication beside computation."""
     forward_s = parts[0].gather_forward_s
     for part, ahead in itertools.pairwise(parts):
         forward_s += beside(part.forward_busy_s(), ahead.gather_forward_s, slowdown_fraction)
     forward_s += parts[-1].forward_busy_s()
-    play = _backward_s if shares_communicator else _backward_of_two_s
-    return forward_s + play(parts, slowdown_fraction, reduces)
+    return forward_s + _backward_s(parts, slowdown_fraction, reduces, prefetch, scatter_group)
 
 
 def beside(compute_s: float, link_s: float, slowdown_fraction: float) -> float:
@@ -101,26 +110,21 @@ def beside(compute_s: float, link_s: float, slowdown_fraction: float) -> float:
     return max(link_s, compute_s + link_s * slowdown_fraction / (1 + slowdown_fraction))
 
 
-def _backward_s(parts: Sequence[SectionSeconds], slowdown_fraction: float, reduces: bool) -> float:
+def _backward_s(
+    parts: Sequence[SectionSeconds],
+    slowdown_fraction: float,
+    reduces: bool,
+    prefetch: int,
+    scatter_group: ScatterGroup,
+) -> float:
     seconds, reduce_s = parts[-1].gather_backward_s, 0.0
     for index in range(len(parts) - 1, -1, -1):
         ahead_s = parts[index - 1].gather_backward_s if index else 0.0
-        seconds += beside(parts[index].backward_busy_s(reduces=reduces), reduce_s + ahead_s, slowdown_fraction)
+        busy_s = parts[index].backward_busy_s(reduces=reduces)
+        if prefetch == 0:
+            seconds += busy_s + reduce_s + ahead_s
+        else:
+            link_s = reduce_s + ahead_s if scatter_group == "shared" else max(reduce_s, ahead_s)
+            seconds += beside(busy_s, link_s, slowdown_fraction)
         reduce_s = parts[index].reduce_s if reduces else 0.0
     return seconds + reduce_s
-
-
-def _backward_of_two_s(parts: Sequence[SectionSeconds], slowdown_fraction: float, reduces: bool) -> float:
-    """The same where gathers and reductions have a communicator each."""
-    ended_s = reduced_s = 0.0  # the computation and the reduction of the section before
-    gathered_s = parts[-1].gather_backward_s
-    for index in range(len(parts) - 1, -1, -1):
-        started_s = max(ended_s, gathered_s)
-        ahead_s = parts[index - 1].gather_backward_s if index else 0.0
-        gathered_s = started_s + ahead_s
-        compute_s = parts[index].backward_busy_s(reduces=reduces)
-        link_s = max(ahead_s, reduced_s - started_s, 0.0)
-        slowed_s = compute_s + link_s * slowdown_fraction / (1 + slowdown_fraction)
-        ended_s = max(started_s + min(slowed_s, compute_s * (1 + slowdown_fraction)), reduced_s)
-        reduced_s = ended_s + (parts[index].reduce_s if reduces else 0.0)
-    return max(ended_s, reduced_s)

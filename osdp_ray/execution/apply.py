@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from osdp_ray.errors import PlanMismatchError, ShardingError
 from osdp_ray.execution.in_place import allow_in_place
+from osdp_ray.execution.step_options import apply_step_options
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.replicas import replicate_in_place
 from osdp_ray.modeling.ring import scatter_in_rings
@@ -71,6 +72,7 @@ def parallelize(
         _shard(model, root_unit, meshes, policy)
     if dist.get_backend() == "gloo":
         scatter_in_rings(model)
+    apply_step_options(model, plan)
     allow_in_place(model)
     return model
 

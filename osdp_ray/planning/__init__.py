@@ -16,32 +16,40 @@ from osdp_ray.planning.menus import StepShape
 from osdp_ray.planning.polish import polished
 from osdp_ray.planning.search import MAX_SOLVES, ROUNDING_FRACTION, ShapeSearch, Tally, better, candidate
 from osdp_ray.planning.search import Candidate as _Candidate
-from osdp_ray.planning.shapes import batch_shapes
+from osdp_ray.planning.shapes import batch_shapes, step_shapes
 from osdp_ray.planning.uniform import uniform_plans
-from osdp_ray.records.plan import Plan, SectionPlan, SolverReport
+from osdp_ray.records.plan import Plan, ScatterGroup, SectionPlan, SolverReport
 from osdp_ray.records.profile import Profile
 
 __all__ = ["batch_shapes", "plan"]
 
 
 def plan(
-    profile: Profile, *, budget_bytes: int, global_batch: int | None = None, micro_batch: int | None = None
+    profile: Profile,
+    *,
+    budget_bytes: int,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    prefetch: int | None = None,
+    scatter_group: ScatterGroup = "shared",
 ) -> Plan:
     """The fastest plan whose peak fits `budget_bytes` on every device.
 
     `global_batch` samples make a step; where it is None a step is one micro-batch per rank. `micro_batch` fixes what
-    is free otherwise. Raises UsageError for batches that do not divide, InfeasibleError where no plan fits (with the
-    smallest budget that would), SolverError.
+    is free otherwise. `prefetch` and `scatter_group` are those of the plan: without the first FSDP2's one unit where
+    computing hides it, else none, which holds less and takes as long. Raises UsageError for batches that do not divide
+    and a prefetch that cannot be, InfeasibleError where no plan fits (with the smallest budget that does), SolverError.
     """
     if budget_bytes <= 0:
         raise UsageError(f"a budget of {budget_bytes} bytes holds nothing. Give --memory-budget a size, such as 2GiB.")
-    batches = list(batch_shapes(profile.num_ranks, global_batch, micro_batch))
-    shapes = [
-        StepShape(micro_batch=size, accumulation=accumulation, synchronise=synchronise)
-        for size, accumulation in batches
-        for synchronise in (("every", "last") if accumulation > 1 else ("every",))
-    ]
-    limit_bytes = tensor_budget_bytes(profile, budget_bytes)
+    shapes = step_shapes(
+        profile,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        prefetch=prefetch,
+        scatter_group=scatter_group,
+    )
+    limit_bytes = tensor_budget_bytes(profile, budget_bytes, scatter_group)
     uniform = uniform_plans(profile, [shape for shape in shapes if shape.synchronise == "every"], limit_bytes)
     best: _Candidate | None = None
     for _, found in uniform:
@@ -70,6 +78,8 @@ def plan(
         prediction=best.prediction,
         alternatives=tuple(alternative for alternative, _ in uniform),
         solver=_report(tally, best.samples_per_s),
+        prefetch=best.shape.prefetch,
+        scatter_group=scatter_group,
     )
     return dataclasses.replace(made, prediction=predict(profile, made))
 

@@ -15,6 +15,7 @@ expo(c, k) = beside(c, k) - c = max(k - c, k s / (1 + s)) a step is
             sum B[i] + H[last] + R[0] + sum expo(B[i], R[i+1] + H[i-1])
       + sum of the optimizer's seconds
 
+(where reductions have a communicator of their own, max(R[i+1], H[i-1]): each a row of its own).
 expo is the larger of two linear functions, so between sections with slots of their own it is exact as a variable above
 two rows. Within long slots F hardly differs between columns, so expo(max F, G) is the column's own; of backward, an
 estimate takes every column among its like. A bound must hold in every order, in which section i hides R[i+1] + H[i-1]
@@ -37,6 +38,8 @@ from osdp_ray.planning.menus import Floats, Menu
 from osdp_ray.records.profile import Profile
 
 _MOST_LATE_ROWS = 12
+# Whether a row takes a reduction, and a gather, of a section's neighbours.
+_JOINT, _SIDE_BY_SIDE = ((True, True),), ((True, False), (False, True))
 
 Columns = dict[int, Floats]  # slot -> a figure of each column of its menu
 
@@ -123,6 +126,7 @@ class _Overlapped:
         self.layout, self.is_bound, self.references = layout, is_bound, references
         self.slots, self.last = layout.slots, len(layout.slots) - 1
         self.sigma = slowed_fraction(layout.profile)
+        self.shares = layout.shape.scatter_group == "shared"
         self.own = [_forward(layout.menu(slot)) * layout.shape.accumulation for slot in range(len(self.slots))]
         self.constant_s = 0.0
         self.exposures: list[Exposure] = []
@@ -171,16 +175,22 @@ class _Overlapped:
             elif is_end:
                 self.own[slot] = self.own[slot] + times * link
         if is_long and not self.is_bound:
-            self.own[slot] = self.own[slot] + times * self._expo(compute, reduce + gather)
+            link = reduce + gather if self.shares else np.maximum(reduce, gather)
+            self.own[slot] = self.own[slot] + times * self._expo(compute, link)
             return
-        columns, constant = self._beside(slot, reduces)
-        if is_long:
-            columns[slot] = reduce + gather
-            constant -= float(reduce.max() + gather.max())
-        hidden = {**columns, slot: columns.get(slot, np.zeros(menu.num_columns)) - compute}
-        slowed = ({other: self.sigma * link for other, link in columns.items()}, self.sigma * constant)
-        referred = self._referred(slot, compute, reduce, gather) if is_long else ()
-        self._expose(name, times, ((hidden, constant), slowed, *referred))
+        rows: list[tuple[Columns, float]] = []
+        for takes_reduce, takes_gather in _JOINT if self.shares else _SIDE_BY_SIDE:
+            columns, constant = self._beside(slot, reduces and takes_reduce, takes_gather)
+            if is_long:
+                own = reduce * takes_reduce + gather * takes_gather
+                columns[slot] = own
+                constant -= float(reduce.max() * takes_reduce + gather.max() * takes_gather)
+            hidden = {**columns, slot: columns.get(slot, np.zeros(menu.num_columns)) - compute}
+            slowed = {other: self.sigma * link for other, link in columns.items()}
+            rows += [(hidden, constant), (slowed, self.sigma * constant)]
+        if is_long and self.shares:
+            rows += self._referred(slot, compute, reduce, gather)
+        self._expose(name, times, tuple(rows))
 
     def _referred(self, slot: int, compute: Floats, reduce: Floats, gather: Floats) -> Iterator[tuple[Columns, float]]:
         """Rows of a long slot for its reference columns; see the module's docstring."""
@@ -194,11 +204,11 @@ class _Overlapped:
                 if highest > 0:
                     yield {slot: own}, -2 * highest
 
-    def _beside(self, slot: int, reduces: bool) -> tuple[Columns, float]:
+    def _beside(self, slot: int, reduces: bool, gathers: bool) -> tuple[Columns, float]:
         """The link time of a slot's neighbours that runs beside it: of long ones, the least that it can be."""
         columns: Columns = {}
         constant = 0.0
-        for other, name, used in ((slot + 1, "reduce_s", reduces), (slot - 1, "gather_backward_s", True)):
+        for other, name, used in ((slot + 1, "reduce_s", reduces), (slot - 1, "gather_backward_s", gathers)):
             if not 0 <= other <= self.last or not used:
                 continue
             link = self.layout.menu(other).seconds[name]

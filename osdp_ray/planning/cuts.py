@@ -162,7 +162,7 @@ class _Cutter:
             sections.append(menu.section(chosen[slot]) if slot in chosen else bare)
             classes.append(menu.class_index)
         middle = place.slot - max(0, first - 1)
-        simulator = StepSimulator(self.layout.profile, tuple(sections), tuple(classes))
+        simulator = StepSimulator(self.layout.profile, tuple(sections), tuple(classes), prefetch=shape.prefetch)
         rounds = num_rounds(shape.accumulation, shape.synchronise)
         passes = []
         for index in range(rounds):
@@ -218,7 +218,7 @@ class _Cutter:
         for variable, factor in sums.items():
             known[variable] = known.get(variable, 0.0) + factor
         self.program.add_limit(name, list(known.items()), {}, more - extra * (len(indicators) - 1))
-        self.program.order_free &= self.layout.is_taken_apart
+        self.program.order_free &= self.layout.is_taken_apart and self.layout.shape.prefetch < 2
         return 1
 
     def _present(self, place: Place) -> Terms:

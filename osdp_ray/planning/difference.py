@@ -43,6 +43,8 @@ def _settings(one: Plan, other: Plan) -> list[Difference]:
         "micro_batch": "micro-batch",
         "accumulation": "accumulation",
         "synchronise": "micro-batches that synchronise",
+        "prefetch": "units gathered ahead",
+        "scatter_group": "group that reduces",
     }
     found = [
         Difference(what=words, before=str(getattr(one, name)), after=str(getattr(other, name)), change="")

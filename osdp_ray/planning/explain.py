@@ -71,11 +71,23 @@ class Explanation:
 
 def explain(profile: Profile, plan: Plan) -> Explanation:
     """The reasons of a plan that was made from this profile. Raises SolverError."""
-    shape = StepShape(micro_batch=plan.micro_batch, accumulation=plan.accumulation, synchronise=plan.synchronise)
+    shape = StepShape(
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        synchronise=plan.synchronise,
+        prefetch=plan.prefetch,
+        scatter_group=plan.scatter_group,
+    )
     peak = max(explain_peaks(profile, plan), key=lambda found: found.peak_bytes)
     compute_floor_s, link_floor_s, floor_s = floors(profile, shape)
     more_bytes = GIB if plan.budget_bytes >= 8 * GIB else max(1, plan.budget_bytes // 8)
-    richer = make_plan(profile, budget_bytes=plan.budget_bytes + more_bytes, global_batch=plan.global_batch)
+    richer = make_plan(
+        profile,
+        budget_bytes=plan.budget_bytes + more_bytes,
+        global_batch=plan.global_batch,
+        prefetch=plan.prefetch,
+        scatter_group=plan.scatter_group,
+    )
     return Explanation(
         binding_phase=peak.phase,
         binding_section=peak.section,

@@ -69,22 +69,8 @@ class Layout:
         return all(slot.num == 1 for slot in self.slots)
 
     def canonical(self, slot: int, columns: Sequence[int]) -> list[int]:
-        """Columns in the order in which they stand along the model.
-
-        Backward runs from the last section to the first, and the order with the lowest peak is Johnson's (Johnson,
-        Naval Research Logistics 1(1), 1954): sections that lower the level come first, the smallest peak leading, then
-        those that raise it, the smallest remainder (peak above what is left) trailing.
-        """
-        menu = self.menu(slot)
-        kept, after, backward = menu.kept[-1], menu.after[-1], menu.backward[-1]
-
-        def key(column: int) -> tuple[float, ...]:
-            raised = after[column] - kept[column]
-            if raised <= 0:
-                return (1, -backward[column], -raised, column)
-            return (0, backward[column] - raised, raised, column)
-
-        return sorted(columns, key=key)
+        """Columns of a slot in their canonical order."""
+        return canonical(self.menu(slot), columns)
 
     def places(self, counts: Sequence[dict[int, int]]) -> list[Place]:
         """A place for every section of the model, in its order. `counts` are by slot and column."""
@@ -108,6 +94,24 @@ class Layout:
             menu, column = self.menus[slot.class_index], choose[slot.class_index]
             total += slot.num * (menu.persistent[column] + menu.base[-1][column] + menu.kept[-1][column])
         return total
+
+
+def canonical(menu: Menu, columns: Sequence[int]) -> list[int]:
+    """Columns of a menu in the order in which they stand along the model.
+
+    Backward runs from the last section to the first, and the order with the lowest peak is Johnson's (Johnson, Naval
+    Research Logistics 1(1), 1954): sections that lower the level come first, the smallest peak leading, then those that
+    raise it, the smallest remainder (peak above what is left) trailing.
+    """
+    kept, after, backward = menu.kept[-1], menu.after[-1], menu.backward[-1]
+
+    def key(column: int) -> tuple[float, ...]:
+        raised = after[column] - kept[column]
+        if raised <= 0:
+            return (1, -backward[column], -raised, column)
+        return (0, backward[column] - raised, raised, column)
+
+    return sorted(columns, key=key)
 
 
 def build_layout(profile: Profile, shape: StepShape) -> Layout:

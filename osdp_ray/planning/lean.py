@@ -13,7 +13,7 @@ from osdp_ray.planning.layout import Layout, build_layout, compute_s
 from osdp_ray.planning.menus import StepShape
 from osdp_ray.planning.program import Program
 from osdp_ray.planning.relaxation import Relaxation, relax
-from osdp_ray.planning.search import Candidate, as_words, candidate, largest_operator
+from osdp_ray.planning.search import Candidate, bytes_words, candidate, largest_operator
 from osdp_ray.records.plan import SectionPlan
 from osdp_ray.records.profile import Profile
 
@@ -25,7 +25,7 @@ _MAX_MENDED_SECTIONS = 240  # of a plan that is mended: each mend of a deep mode
 
 def infeasible(profile: Profile, lean: Candidate, budget_bytes: int) -> InfeasibleError:
     """The error with the smallest budget that fits: that of the leanest plan."""
-    peaks = explain_section_peaks(profile, lean.sections, **as_words(lean.shape))
+    peaks = explain_section_peaks(profile, lean.sections, **bytes_words(lean.shape))
     peak = max(peaks, key=lambda found: found.peak_bytes)
     holder = largest_operator(profile, peak.section)
     return InfeasibleError(budget_bytes, lean.prediction.device_bytes, peak.phase, holder, lean.shape.micro_batch)
@@ -46,7 +46,7 @@ class _Leanest:
     """`sections` are the leanest so far, `peak_bytes` what they peak at."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self.profile, self.words = layout, layout.profile, as_words(layout.shape)
+        self.layout, self.profile, self.words = layout, layout.profile, bytes_words(layout.shape)
         uniform = [
             uniform_sections(self.profile, choice, recompute)
             for choice in choices_of(self.profile)

@@ -33,7 +33,7 @@ from osdp_ray.planning.choices import (
     split_assignments,
     uniform_section,
 )
-from osdp_ray.records.plan import SectionPlan, Synchronise, Unit
+from osdp_ray.records.plan import ScatterGroup, SectionPlan, Synchronise, Unit
 from osdp_ray.records.profile import Profile, Recompute
 
 Floats = npt.NDArray[np.float64]
@@ -46,6 +46,8 @@ class StepShape:
     micro_batch: int
     accumulation: int
     synchronise: Synchronise = "every"
+    prefetch: int = 1
+    scatter_group: ScatterGroup = "shared"
 
     @property
     def num_reducing(self) -> int:
@@ -187,10 +189,10 @@ class Menu:
             Unit(operators=(operator.name,), modules=operator.modules, choice=CHOICES[0])
             for operator in section_class.operators
         )
-        section, size = self.section_of(units, recompute), self.shape.micro_batch
-        once = _play(self.profile, self.class_index, section, size, (True,), is_weightless=True)[0]
+        section, shape = self.section_of(units, recompute), self.shape
+        once = _play(self.profile, self.class_index, section, shape, (True,), is_weightless=True)[0]
         if self.shape.synchronise == "last":
-            waiting = _play(self.profile, self.class_index, section, size, (False, False, True), is_weightless=True)
+            waiting = _play(self.profile, self.class_index, section, shape, (False, False, True), is_weightless=True)
             backward = min(figures.backward for figures in (once, *waiting))
             return dataclasses.replace(once, backward=backward)
         return once
@@ -200,7 +202,7 @@ class Menu:
         shape = self.shape
         rounds = num_rounds(shape.accumulation, shape.synchronise)
         synchronises = tuple(shape.synchronise == "every" or number == rounds - 1 for number in range(rounds))
-        found = _play(self.profile, self.class_index, section, shape.micro_batch, synchronises, inner=inner)
+        found = _play(self.profile, self.class_index, section, shape, synchronises, inner=inner)
         return found[-shape.num_passes :]
 
 
@@ -208,7 +210,7 @@ def _play(
     profile: Profile,
     class_index: int,
     section: SectionPlan,
-    micro_batch: int,
+    shape: StepShape,
     synchronises: tuple[bool, ...],
     *,
     inner: bool = False,
@@ -220,7 +222,7 @@ def _play(
     middle = 1
     if not inner:
         sections, classes, middle = _among_neighbours(profile, class_index, section)
-    simulator = StepSimulator(profile, sections, classes)
+    simulator = StepSimulator(profile, sections, classes, prefetch=shape.prefetch)
     for position, units in enumerate(simulator.units):
         for unit in units:
             if position != middle and not inner:
@@ -230,7 +232,7 @@ def _play(
     passes = []
     for reduces in synchronises:
         base = simulator.level_bytes()
-        forward, backward = simulator.play_micro_batch(micro_batch, synchronises=reduces)
+        forward, backward = simulator.play_micro_batch(shape.micro_batch, synchronises=reduces)
         kept = forward[middle].after_bytes - forward[middle].before_bytes
         passes.append(
             PassFigures(

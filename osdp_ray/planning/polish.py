@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from osdp_ray.costs import simulate_sections
 from osdp_ray.planning.choices import made_whole
-from osdp_ray.planning.layout import Layout, build_layout
+from osdp_ray.planning.layout import Layout, build_layout, canonical
 from osdp_ray.planning.menus import Floats
-from osdp_ray.planning.search import ROUNDING_FRACTION, Candidate, as_words, better, candidate
+from osdp_ray.planning.search import ROUNDING_FRACTION, Candidate, better, bytes_words, candidate
 from osdp_ray.records.plan import SectionPlan
 from osdp_ray.records.profile import Profile
 
@@ -36,7 +36,7 @@ def polished(profile: Profile, found: Candidate, budget_bytes: int) -> Candidate
         changed = candidate(profile, sections, found.shape)
         if sections != found.sections and better(changed, found):
             found = changed
-    return _without_idle_slices(profile, found, budget_bytes)
+    return _in_order(profile, _without_idle_slices(profile, found, budget_bytes), budget_bytes)
 
 
 def _without_idle_slices(profile: Profile, found: Candidate, budget_bytes: int) -> Candidate:
@@ -61,6 +61,24 @@ def _without_idle_slices(profile: Profile, found: Candidate, budget_bytes: int) 
                 found = simpler
         first += len(run)
     return found
+
+
+def _in_order(profile: Profile, found: Candidate, budget_bytes: int) -> Candidate:
+    """Of plans that differ only in the order of neighbours of one class, and are equally fast, the canonical one."""
+    known = _Polish(profile, found)
+    if not known.is_known:
+        return found
+    sections: list[SectionPlan] = []
+    pairs = zip(known.classes, known.columns, strict=True)
+    for class_index, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        menu, columns = known.layout.menus[class_index], [column for _, column in group]
+        order = {column: number for number, column in enumerate(canonical(menu, sorted(set(columns))))}
+        for column in sorted(columns, key=order.__getitem__):
+            sections.append(menu.section(column, profile.sections[len(sections)].name))
+    ordered = candidate(profile, tuple(sections), found.shape)
+    slower = found.samples_per_s / ordered.samples_per_s - 1
+    fits = ordered.prediction.peak_bytes <= max(budget_bytes, found.prediction.peak_bytes)
+    return ordered if fits and slower <= ROUNDING_FRACTION / 4 else found
 
 
 def _does(pair: tuple[int, SectionPlan]) -> tuple[object, ...]:
@@ -125,7 +143,7 @@ class _Polish:
         for position in range(change.first, change.end):
             menu = self.layout.menus[self.classes[position]]
             sections[position] = menu.section(change.column, sections[position].name)
-        held = simulate_sections(self.profile, tuple(sections), **as_words(self.shape), with_levels=False)
+        held = simulate_sections(self.profile, tuple(sections), **bytes_words(self.shape), with_levels=False)
         if held.peak_bytes > budget_bytes:
             return False
         self.sections = sections
@@ -192,13 +210,14 @@ class _Polish:
             gather = named["gather_backward_s"]
             total = total + times * (reduce * (position == 0) + gather * (position == last))
             own = named["backward"] + named["copy_backward_s"] + named["copy_reduce_s"] * reduces
-            links = self._link(position + 1, "reduce_s") * reduces + self._link(position - 1, "gather_backward_s")
+            before, behind = self._link(position - 1, "gather_backward_s"), self._link(position + 1, "reduce_s")
+            links = self._joint(behind * reduces, before)
             total = total + times * self._beside(own, links)
             if position:
-                of_before = reduce + self._link(position - 2, "gather_backward_s")
+                of_before = self._joint(reduce, self._link(position - 2, "gather_backward_s"))
                 total = total + times * self._beside(self._backward(position - 1, reduces), of_before)
             if position < last:
-                of_behind = self._link(position + 2, "reduce_s") * reduces + gather
+                of_behind = self._joint(self._link(position + 2, "reduce_s") * reduces, gather)
                 total = total + times * self._beside(self._backward(position + 1, reduces), of_behind)
         return total
 
@@ -211,7 +230,7 @@ class _Polish:
         total = self.shape.accumulation * (self._beside(busy, gather) if hides else busy + gather)
         for times, reduces in menu.shape.backwards:
             busy = named["backward"] + named["copy_backward_s"] + named["copy_reduce_s"] * reduces
-            links = named["gather_backward_s"] + named["reduce_s"] * reduces
+            links = self._joint(named["reduce_s"] * reduces, named["gather_backward_s"])
             total = total + times * (self._beside(busy, links) if hides else busy + links)
             if reduces:
                 total = total + times * self._late_s(position, busy, named["late_reduce_s"])
@@ -268,7 +287,7 @@ class _Polish:
                 if reduces:
                     total += times * self._queued_s(own, of("late_reduce_s"))
                 continue
-            links = np.append(reduce[1:] * reduces, 0.0) + np.insert(again[:-1], 0, 0.0)
+            links = self._joint(np.append(reduce[1:] * reduces, 0.0), np.insert(again[:-1], 0, 0.0))
             total += times * float(again[-1] + reduce[0] * reduces + self._beside(own, links).sum())
         return total
 
@@ -283,6 +302,12 @@ class _Polish:
         """costs.beside, for arrays."""
         slowed = self._slowdown / (1 + self._slowdown)
         found: Floats = np.maximum(link, compute + np.asarray(link) * slowed)
+        return found
+
+    def _joint(self, reduce: Floats | float, gather: Floats | float) -> Floats:
+        """Seconds of a reduction and a gather that start together."""
+        shares = self.shape.scatter_group == "shared" or not self.profile.overlaps
+        found: Floats = np.add(reduce, gather) if shares else np.maximum(reduce, gather)
         return found
 
     def _link(self, position: int, name: str) -> float:

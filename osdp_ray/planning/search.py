@@ -78,8 +78,18 @@ def candidate(profile: Profile, sections: tuple[SectionPlan, ...], shape: StepSh
 
 
 def as_words(shape: StepShape) -> dict[str, Any]:
-    """A step shape as the arguments of costs' functions."""
-    return {"micro_batch": shape.micro_batch, "accumulation": shape.accumulation, "synchronise": shape.synchronise}
+    """A step shape as the arguments of costs' functions that tell seconds."""
+    return {**bytes_words(shape), "scatter_group": shape.scatter_group}
+
+
+def bytes_words(shape: StepShape) -> dict[str, Any]:
+    """The same for those that tell bytes, whatever group reduces."""
+    return {
+        "micro_batch": shape.micro_batch,
+        "accumulation": shape.accumulation,
+        "synchronise": shape.synchronise,
+        "prefetch": shape.prefetch,
+    }
 
 
 def largest_operator(profile: Profile, section_name: str = "") -> str:
@@ -211,7 +221,7 @@ class ShapeSearch:
                 break
             places = self.layout.places(solution.counts)
             sections = self.layout.written_out(places)
-            held = simulate_sections(self.profile, sections, **as_words(self.shape))
+            held = simulate_sections(self.profile, sections, **bytes_words(self.shape))
             if held.peak_bytes <= self.budget_bytes:
                 return candidate(self.profile, sections, self.shape), proven_s
             added = add_cuts(program, places, held, self.budget_bytes)

@@ -3,7 +3,7 @@
 from osdp_ray.costs import simulate_sections, step_seconds
 from osdp_ray.planning.choices import DP, HSDP, RECOMPUTES, ZERO2, ZERO3, choices_of, uniform_sections
 from osdp_ray.planning.menus import StepShape
-from osdp_ray.planning.search import Candidate, as_words, candidate
+from osdp_ray.planning.search import Candidate, as_words, bytes_words, candidate
 from osdp_ray.records.plan import Alternative, Choice
 from osdp_ray.records.profile import Profile, Recompute
 
@@ -34,7 +34,7 @@ def _uniform(
         return shape.micro_batch * shape.accumulation / step_s
 
     def peak(shape: StepShape) -> int:
-        return simulate_sections(profile, sections, **as_words(shape), with_levels=False).peak_bytes
+        return simulate_sections(profile, sections, **bytes_words(shape), with_levels=False).peak_bytes
 
     best: Candidate | None = None
     for shape in sorted(shapes, key=lambda shape: -speed(shape)):

@@ -11,6 +11,7 @@ from osdp_ray.units import MIB, format_bytes, format_percent, format_seconds
 
 ShardOver = Literal["none", "node", "world"]
 Synchronise = Literal["every", "last"]  # which micro-batches of a step reduce their gradients
+ScatterGroup = Literal["shared", "own"]  # whether reductions share the gathers' communicator
 
 FLAT_BELOW_BYTES = MIB  # gradients of a replicated unit that are smaller are reduced together, in a buffer of their own
 
@@ -181,7 +182,11 @@ class SolverReport:
 @record("plan", version=2)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Record):
-    """Everything the workers need to run a model, and what it is predicted to cost."""
+    """Everything the workers need to run a model, and what it is predicted to cost.
+
+    `prefetch`: how many units are gathered ahead in backward, before the one whose backward runs is through.
+    `scatter_group`: whether gradients are reduced over the communicator that gathers, or over one of their own.
+    """
 
     workload: str
     workload_hash: str
@@ -196,6 +201,8 @@ class Plan(Record):
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
     solver: SolverReport
+    prefetch: int = 1
+    scatter_group: ScatterGroup = "shared"
 
     @property
     def num_ranks(self) -> int:
@@ -210,6 +217,8 @@ class Plan(Record):
             self.micro_batch,
             self.accumulation,
             self.synchronise,
+            self.prefetch,
+            self.scatter_group,
             self.sections,
         )
 
@@ -248,7 +257,8 @@ class Plan(Record):
             format_table(header, rows),
             "",
             f"{self.num_ranks} ranks x micro-batch {self.micro_batch} x accumulation {self.accumulation} "
-            f"= global batch {self.global_batch}",
+            f"= global batch {self.global_batch}; in backward {self.prefetch} units gathered ahead"
+            + ("" if self.scatter_group == "shared" else ", reductions on a communicator of their own"),
             f"predicted peak {format_bytes(prediction.peak_bytes)} of {format_bytes(self.budget_bytes)} per device "
             f"({', '.join(f'{phase} {format_bytes(peak)}' for phase, peak in prediction.peak_by_phase.items())})",
             *_beside(prediction),

@@ -302,6 +302,11 @@ class Profile(Record):
     def num_ranks(self) -> int:
         return sum(self.ranks_per_node)
 
+    @property
+    def default_prefetch(self) -> int:
+        """Units that a plan gathers ahead in backward: FSDP2's one where computing hides it, else none."""
+        return 1 if self.overlaps else 0
+
     def link(self, group: GroupKind, collective: Collective) -> LinkCost:
         return next(link for link in self.links if link.group == group and link.collective == collective)
 

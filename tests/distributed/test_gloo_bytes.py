@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import socket
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from osdp_ray.costs import simulate_bytes
 from osdp_ray.observation.allocator import AllocatorPeak
 from tests.fake_rank import FakeRank
 from tests.memory_cases import available_models, build_case, draw_cases
+from tests.ranks import free_port, start_ranks
 
 NUM_CASES, SEED = 5, 0  # among them: a copy of a gather at the peak, a copy of a reduction
 SAMPLED_STEP = 3
@@ -39,11 +38,9 @@ def run_rank(rank, num_ranks, port, cases, out):
 def measured_peaks(cases, out):
     """Peaks of every case, by rank."""
     num_ranks = cases[0].plan.num_ranks
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pairs = [(case.workload, case.plan) for case in cases]
-    mp.spawn(run_rank, (num_ranks, port, pairs, str(out)), nprocs=num_ranks)
+    start_ranks(run_rank, (num_ranks, port, pairs, str(out)), num_ranks)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

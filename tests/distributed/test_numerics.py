@@ -2,12 +2,10 @@
 
 import json
 import random
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from osdp_ray.errors import PlanMismatchError, ShardingError
 from osdp_ray.execution.apply import parallelize
@@ -18,6 +16,7 @@ from osdp_ray.profiling.trace import trace
 from osdp_ray.records.plan import Choice, SectionPlan
 from osdp_ray.workloads.gpt import GptWorkload
 from tests.oracle import UNIFORM_CHOICES, make_plan, random_sections, traced_profile
+from tests.ranks import free_port, start_ranks
 
 NUM_STEPS, GLOBAL_BATCH, SEED, MAX_NORM = 4, 8, 11, 0.5
 DP, ZERO2, ZERO3 = (UNIFORM_CHOICES[name] for name in ("DP", "ZeRO-2", "ZeRO-3"))
@@ -154,12 +153,10 @@ def plain(corpus):
 
 @pytest.mark.parametrize("ranks_per_node", [(2,), (2, 2)], ids=["2 ranks", "2 nodes of 2 ranks"])
 def test_every_plan_gives_the_losses_and_gradient_norms_of_one_process(corpus, plain, tmp_path, ranks_per_node):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     num_ranks, planned = sum(ranks_per_node), cases(corpus, ranks_per_node)
 
-    mp.spawn(run_rank, (num_ranks, port, corpus, planned, str(tmp_path)), nprocs=num_ranks)
+    start_ranks(run_rank, (num_ranks, port, corpus, planned, str(tmp_path)), num_ranks)
 
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     assert all(curves == by_rank[0] for curves in by_rank), "ranks disagree on the global loss or norm"

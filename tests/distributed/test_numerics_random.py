@@ -2,15 +2,14 @@
 
 import json
 import os
-import socket
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.random_plans import CLIPPED, curve_of_rank, draw_drills, plain_curve
+from tests.ranks import free_port, start_ranks
 
 # Ranks per node: cases. OSDP_DRILLS=7 draws seven times as many, over a hundred plans, which takes some ten minutes.
 TIMES = int(os.environ.get("OSDP_DRILLS", "1"))
@@ -37,11 +36,9 @@ def test_any_random_plan_gives_the_losses_and_gradient_norms_of_one_process(rank
     drills = draw_drills(ranks_per_node, WORLDS[ranks_per_node], seed=0)
     drills += draw_drills(ranks_per_node, NUM_BF16, seed=0, precision="bf16")
     num_ranks = sum(ranks_per_node)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
-    mp.spawn(run_rank, (num_ranks, port, drills, str(tmp_path)), nprocs=num_ranks)
+    start_ranks(run_rank, (num_ranks, port, drills, str(tmp_path)), num_ranks)
 
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     assert all(curves == by_rank[0] for curves in by_rank), "ranks disagree on the global loss or norm"

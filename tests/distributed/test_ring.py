@@ -1,12 +1,10 @@
 """The ring scatter over real gloo ranks against gloo's own."""
 
-import socket
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from osdp_ray.modeling.ring import RingReduceScatter
+from tests.ranks import free_port, start_ranks
 
 NUM_RANKS = 4
 NUMEL = NUM_RANKS * 1001
@@ -38,7 +36,5 @@ def compare(rank, port):
 
 
 def test_the_ring_scatters_what_gloo_scatters_in_the_world_and_in_groups_of_it():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(compare, (port,), nprocs=NUM_RANKS)
+    port = free_port()
+    start_ranks(compare, (port,), NUM_RANKS)

@@ -10,13 +10,13 @@ import shutil
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from osdp_ray.errors import SaveError
 from osdp_ray.execution.options import TrainOptions
 from osdp_ray.execution.saves import latest_save, list_saves, read_save
 from osdp_ray.execution.worker import TrainLoop
 from tests.distributed.test_saves import LocalObserver, make_plan, process_group, workload
+from tests.ranks import start_ranks
 
 NUM_STEPS, FULL_BYTES = 5, 4096
 
@@ -100,7 +100,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failures")
     data = folder / "text"
     data.write_text("".join(f"line {number} of some text to learn, and {number**2} more\n" for number in range(300)))
-    mp.spawn(two_ranks, args=(str(folder), str(data)), nprocs=2)
+    start_ranks(two_ranks, (str(folder), str(data)), 2)
     return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 

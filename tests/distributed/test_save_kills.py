@@ -3,7 +3,6 @@
 Processes come from a server that has imported torch already, so that twenty trials cost some seconds.
 """
 
-import multiprocessing
 import os
 import random
 import time
@@ -21,6 +20,7 @@ from osdp_ray.execution import save_tensors
 from osdp_ray.execution.save_writing import SaveWriter
 from osdp_ray.execution.saves import Save, latest_save, list_saves, load, read_save
 from osdp_ray.modeling.splitting import split_operator
+from tests.ranks import context
 
 NUM_TRIALS, FOREVER = 20, 10**6
 
@@ -106,25 +106,17 @@ def killed(processes, told, rng, num_steps):
     return max(starts)
 
 
-@pytest.fixture(scope="module")
-def server():
-    context = multiprocessing.get_context("forkserver")
-    torch_parts = ("torch.distributed.checkpoint", "torch.distributed.tensor")
-    context.set_forkserver_preload([*torch_parts, "osdp_ray.execution.save_writing", __name__])
-    return context
-
-
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize("scheme", ["", "objects://"], ids=["by rename", "by the last object"])
-def test_after_a_kill_at_any_moment_the_last_committed_save_loads(server, tmp_path, scheme, in_background):
+def test_after_a_kill_at_any_moment_the_last_committed_save_loads(tmp_path, scheme, in_background):
     register()
     rng = random.Random(f"{scheme} {in_background}")
     unfinished = 0
     for trial in range(NUM_TRIALS // 4):
         place = f"{scheme}{tmp_path}/{trial}"
-        told, tell = server.Pipe(duplex=False)
+        told, tell = context.Pipe(duplex=False)
         processes = [
-            server.Process(target=train, args=(rank, f"{tmp_path}/store-{trial}", place, in_background, tell))
+            context.Process(target=train, args=(rank, f"{tmp_path}/store-{trial}", place, in_background, tell))
             for rank in range(2)
         ]
         for process in processes:

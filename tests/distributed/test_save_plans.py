@@ -6,12 +6,10 @@ Four ranks save all cases, two ranks and then this process load them: three worl
 import json
 import os
 import random
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemReader
 
 from osdp_ray.execution import save_tensors
@@ -28,6 +26,7 @@ from tests.distributed.arrangements import (
     random_plan,
 )
 from tests.oracle import events_of
+from tests.ranks import free_port, start_ranks
 
 NUM_CASES = 34
 PLANNED = (1, 2, 4)  # of the models, those that are arranged by plans; all others by hand
@@ -86,10 +85,8 @@ def load_on(rank, num_ranks, port, folder):
 
 
 def spawn(work, num_ranks, *arguments):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(work, (num_ranks, port, *arguments), nprocs=num_ranks)
+    port = free_port()
+    start_ranks(work, (num_ranks, port, *arguments), num_ranks)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from osdp_ray.errors import SaveError
 from osdp_ray.execution.options import TrainOptions
@@ -22,6 +21,7 @@ from osdp_ray.modeling.structure import build_structure
 from osdp_ray.observation import AllocatorPeak, persistent_bytes, resident_bytes
 from osdp_ray.records.plan import Choice, Plan, Prediction, SectionPlan, SolverReport, Unit
 from osdp_ray.workloads.gpt import GptWorkload
+from tests.ranks import start_ranks
 
 NUM_STEPS, SAVE_AT, GLOBAL_BATCH = 6, 3, 4
 CHOICES = {
@@ -162,7 +162,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saves")
     data = folder / "text"
     data.write_text("".join(f"line {number} of some text to learn, and {number**2} more\n" for number in range(300)))
-    mp.spawn(two_ranks, args=(str(folder), str(data)), nprocs=2)
+    start_ranks(two_ranks, (str(folder), str(data)), 2)
     results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
     return folder, str(data), results
 

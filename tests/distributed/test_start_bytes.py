@@ -4,12 +4,10 @@ import gc
 import itertools
 import json
 import random
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from osdp_ray.costs import simulate_bytes
 from osdp_ray.execution.apply import parallelize
@@ -19,6 +17,7 @@ from osdp_ray.observation import persistent_bytes
 from osdp_ray.profiling.trace import trace
 from osdp_ray.workloads.gpt import GptWorkload
 from tests.oracle import events_of, make_plan, random_sections, traced_profile
+from tests.ranks import free_port, start_ranks
 
 RANKS_PER_NODE, NUM_PLANS = (2,), 2
 TOLERANCE_FRACTION = 0.02
@@ -73,11 +72,9 @@ def test_the_peaks_of_building_and_resuming_are_predicted(tmp_path):
         make_plan(profile, random_sections(profile, random.Random(seed)), micro_batch=1, accumulation=1)
         for seed in range(NUM_PLANS)
     ]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
-    mp.spawn(run_rank, (port, plans, str(tmp_path)), nprocs=2)
+    start_ranks(run_rank, (port, plans, str(tmp_path)), 2)
 
     for rank in range(2):
         measured = json.loads((tmp_path / f"{rank}.json").read_text())

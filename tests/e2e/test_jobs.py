@@ -1,4 +1,4 @@
-"""Jobs as users start them: submitted to a running cluster, by the Kubernetes manifest, stopped by a signal.
+"""Jobs as users start them: submitted to a running cluster with the Kubernetes manifest's flags, stopped by a signal.
 
 Every process is started with an environment of its own, and the cluster with ports and folders of its own, so that
 nothing else on the machine is touched, and what is left running is found.
@@ -31,9 +31,17 @@ ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "jobs" / "train_gpt.py"
 BIN = Path(sys.executable).parent
 NUM_STEPS = 24
-MODEL = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32"]
+MODEL = {"--layers": "2", "--hidden": "32", "--heads": "2", "--seq": "32"}
+# The flags that the Kubernetes manifest gives, made small.
+SMALL = MODEL | {
+    "--num-workers": "2",
+    "--memory-budget": "8MiB",
+    "--global-batch": "32",
+    "--steps": str(NUM_STEPS),
+    "--save-every": str(NUM_STEPS // 2),
+}
 # 16 passes a step make steps long enough for a signal to arrive between two of them.
-BATCH = ["--num-workers", "2", "--global-batch", "32", "--micro-batch", "1", "--max-replans", "0"]
+MORE = ["--micro-batch", "1", "--max-replans", "0"]
 RUN_FILES = {
     "cluster.json",
     "profile.json",
@@ -207,8 +215,16 @@ def submitted(
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The run of a submitted job, which the interrupted one is compared with."""
     out = tmp_path_factory.mktemp("submitted") / "run"
-    done = submit(head, checkout, *MODEL, *BATCH, "--data", str(data), "--steps", str(NUM_STEPS), "--out", str(out))
-    return out, done
+    return out, submit(head, checkout, *words_of_manifest(data, out))
+
+
+def words_of_manifest(data: Path, out: Path) -> list[str]:
+    """The flags of the Kubernetes manifest's entry point with small values, and those that the tests need beside."""
+    python, job, *words = entrypoint(one(render(ROOT / "k8s" / "overlays" / "cpu"), "RayJob"))
+    assert (python, job) == ("python", "jobs/train_gpt.py")
+    small = SMALL | {"--out": str(out)}
+    assert set(words[::2]) == set(small), "the manifest gives other flags than these tests make small"
+    return [*(word for flag in words[::2] for word in (flag, small[flag])), *MORE, "--data", str(data)]
 
 
 def test_a_submitted_job_shows_its_plan_and_progress_and_leaves_a_whole_run(
@@ -223,7 +239,8 @@ def test_a_submitted_job_shows_its_plan_and_progress_and_leaves_a_whole_run(
     assert "unigram entropy of the held-out text" in log
     assert {path.name for path in out.iterdir()} == RUN_FILES
     assert len(losses(out)) == read_summary(out)["num_steps"] == NUM_STEPS
-    assert [path.name for path in (out / "saves").iterdir()] == [f"step-{NUM_STEPS:08d}"]
+    saves = sorted(path.name for path in (out / "saves").iterdir())
+    assert saves == [f"step-{step:08d}" for step in (NUM_STEPS // 2, NUM_STEPS)]
 
 
 def test_a_job_gets_the_code_and_not_what_git_ignores(
@@ -236,8 +253,9 @@ def test_a_job_gets_the_code_and_not_what_git_ignores(
 
 
 def test_a_job_that_cannot_work_fails_with_one_line(head: Head, checkout: Path, data: Path, tmp_path: Path) -> None:
-    too_many = ("--num-workers", "40", "--global-batch", "40", "--micro-batch", "1")
-    done = submit(head, checkout, *MODEL, *too_many, "--data", str(data), "--out", str(tmp_path / "run"))
+    words = [word for flag, value in MODEL.items() for word in (flag, value)]
+    words += ["--num-workers", "40", "--global-batch", "40", "--micro-batch", "1"]
+    done = submit(head, checkout, *words, "--data", str(data), "--out", str(tmp_path / "run"))
     log = done.stdout + done.stderr
     assert done.returncode != 0
     errors = set(re.findall(r"^error: .*$", log, re.MULTILINE))  # a set: Ray repeats the end of a failed job's log
@@ -253,33 +271,12 @@ def test_a_cluster_with_a_token_lets_nobody_else_submit(head: Head, checkout: Pa
         urllib.request.urlopen(f"{head.dashboard}/api/jobs/", timeout=30)
 
 
-def test_the_entry_point_of_the_kubernetes_manifest_runs(tmp_path: Path) -> None:
-    small = {
-        "--num-workers": "2",
-        "--memory-budget": "8MiB",
-        "--global-batch": "8",
-        "--steps": "4",
-        "--save-every": "2",
-    }
-    small |= dict(zip(MODEL[::2], MODEL[1::2], strict=True)) | {"--out": str(tmp_path / "run")}
-    python, job, *words = entrypoint(one(render(ROOT / "k8s" / "overlays" / "cpu"), "RayJob"))
-    assert (python, job) == ("python", "jobs/train_gpt.py")
-    assert set(words[::2]) == set(small), "the manifest gives other flags than this test makes small"
-
-    done = run_job(*(word for flag in words[::2] for word in (flag, small[flag])))
-
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "run").iterdir()} >= RUN_FILES
-    assert read_summary(tmp_path / "run")["num_steps"] == 4
-    assert sorted(path.name for path in (tmp_path / "run" / "saves").iterdir()) == ["step-00000002", "step-00000004"]
-
-
 def test_a_terminated_run_saves_leaves_nothing_running_and_resumes_to_the_same_loss(
     submitted: tuple[Path, subprocess.CompletedProcess[str]], data: Path, tmp_path: Path
 ) -> None:
     for name in ("cluster.json", "profile.json", "plan-0.json"):  # the same plan, without profiling again
         shutil.copy(submitted[0] / name, tmp_path / name)
-    words = [*MODEL, *BATCH, "--data", str(data), "--steps", str(NUM_STEPS), "--resume", "--out", str(tmp_path)]
+    words = [*words_of_manifest(data, tmp_path), "--resume"]
     process = subprocess.Popen(
         [sys.executable, str(JOB), *words],
         env=environment(),
@@ -338,9 +335,7 @@ def await_steps(process: subprocess.Popen, out: Path, num_steps: int) -> None:
 def test_an_address_that_accepts_and_never_answers_is_an_error_with_its_remedy(data: Path, tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as silent:  # Ray takes this machine's own address for a loopback one
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        done = run_job(
-            *MODEL, *BATCH, "--data", str(data), "--address", address, "--out", str(tmp_path), timeout_s=NO_ANSWER_S
-        )
+        done = run_job(*words_of_manifest(data, tmp_path), "--address", address, timeout_s=NO_ANSWER_S)
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, done.stderr

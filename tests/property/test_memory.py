@@ -75,6 +75,7 @@ def test_the_peak_of_any_mixture_of_decisions_is_exact(corpus, seed):
         micro_batch=rng.randint(1, 8),
         accumulation=rng.randint(1, 4),
         synchronise=rng.choice(("every", "last")),
+        prefetch=rng.choice((0, 1, 2, 3)),
     )
 
     simulated, truth = simulate_bytes(profile, plan), measure(workload, plan)

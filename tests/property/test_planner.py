@@ -32,12 +32,7 @@ def uniform_predictions(profile, shapes):
 def test_no_plan_of_all_that_fit_is_faster_with_every_option_and_overlap(draw, seed):
     instance = draw(seed)
 
-    made = plan(
-        instance.profile,
-        budget_bytes=instance.budget_bytes,
-        global_batch=instance.samples,
-        micro_batch=instance.micro_batch,
-    )
+    made = plan(instance.profile, **instance.wishes)
 
     assert fits(instance, made.sections, made.synchronise)
     faster_s = faster_plan_that_fits(instance, made.prediction.step_s)
@@ -80,12 +75,11 @@ def test_a_plan_fits_by_the_simulator_and_no_uniform_setting_that_fits_is_faster
 @pytest.mark.parametrize("seed", range(NUM_SEEDS // 2))
 def test_free_batches_and_nodes_as_groups_never_make_a_plan_slower(seed, monkeypatch):
     instance = random_instance(3 * seed + 1)  # on nodes
-    size = {"budget_bytes": instance.budget_bytes, "global_batch": instance.samples}
 
-    smaller = plan(instance.profile, micro_batch=instance.micro_batch, **size)
-    larger = plan(instance.profile, **size)
+    smaller = plan(instance.profile, **instance.wishes)
+    larger = plan(instance.profile, **instance.wishes | {"micro_batch": None})
     monkeypatch.setattr("osdp_ray.planning.menus.choices_of", lambda _: CHOICES)
-    without_nodes = plan(_again(instance.profile), micro_batch=instance.micro_batch, **size)
+    without_nodes = plan(_again(instance.profile), **instance.wishes)
 
     assert larger.prediction.samples_per_s >= smaller.prediction.samples_per_s * (1 - SLACK_FRACTION)
     assert smaller.prediction.samples_per_s >= without_nodes.prediction.samples_per_s * (1 - SLACK_FRACTION)
@@ -99,12 +93,11 @@ def _again(profile):
 @pytest.mark.parametrize("seed", range(NUM_SEEDS // 2))
 def test_the_budget_that_an_error_names_works_and_is_within_one_per_cent_of_the_leanest_of_all_plans(seed):
     instance = random_instance(301 + 3 * seed)
-    batch = {"global_batch": instance.samples, "micro_batch": instance.micro_batch}
     with pytest.raises(InfeasibleError) as caught:
-        plan(instance.profile, budget_bytes=MIB, **batch)
+        plan(instance.profile, **instance.wishes | {"budget_bytes": MIB})
     named_bytes = caught.value.leanest_bytes
 
-    made = plan(instance.profile, budget_bytes=named_bytes, **batch)
+    made = plan(instance.profile, **instance.wishes | {"budget_bytes": named_bytes})
 
     assert made.prediction.peak_bytes <= named_bytes
     assert named_bytes <= lowest_peak_bytes(instance) * 1.01
@@ -116,12 +109,7 @@ def test_both_solvers_find_plans_as_fast_as_each_other_and_the_same_again(seed, 
     found = {}
     for solver in ("HiGHS", "CBC", "HiGHS"):
         monkeypatch.setenv("OSDP_SOLVER", solver)
-        made = plan(
-            _again(instance.profile),
-            budget_bytes=instance.budget_bytes,
-            global_batch=instance.samples,
-            micro_batch=instance.micro_batch,
-        )
+        made = plan(_again(instance.profile), **instance.wishes)
         assert made.solver.solver in (solver, "none needed")
         assert solver not in found or made.to_json() == found[solver].to_json()
         found[solver] = made

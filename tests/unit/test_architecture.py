@@ -30,7 +30,7 @@ LEVELS = (
     OUTERMOST,
 )
 SIBLINGS = (PIPELINE, OUTERMOST)
-SAME_PART = {"tune_cells": "tune"}  # files that were split off a part
+SAME_PART = {"tune_cells": "tune", "cli_flags": "cli"}  # files that were split off a part
 HEAVY = {
     "torch": ("modeling", "profiling", "execution", "observation", "workloads"),
     "ray": ("discovery", "profiling", "execution", "observation", *PIPELINE, "tune", "cli"),

@@ -11,7 +11,7 @@ from osdp_ray.planning.layout import build_layout, compute_s
 from osdp_ray.planning.menus import StepShape
 from osdp_ray.planning.polish import _Levels, _Polish, _without_idle_slices, polished
 from osdp_ray.planning.relaxation import relax
-from osdp_ray.planning.search import as_words, candidate
+from osdp_ray.planning.search import as_words, bytes_words, candidate
 from osdp_ray.records.plan import slice_name
 from tests.random_profiles import random_profile
 
@@ -71,7 +71,7 @@ def test_no_change_that_fits_is_taken_for_one_that_cannot(seed):
         for column in rng.sample(range(menu.num_columns), min(4, menu.num_columns)):
             changed = list(found.sections)
             changed[position] = menu.section(column, changed[position].name)
-            held = simulate_sections(profile, tuple(changed), **as_words(found.shape))
+            held = simulate_sections(profile, tuple(changed), **bytes_words(found.shape))
             assert may_fit[column] or held.peak_bytes > budget_bytes
 
 

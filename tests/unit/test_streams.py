@@ -39,16 +39,16 @@ def test_a_reduction_runs_beside_the_section_behind_it_and_the_last_beside_nothi
 def test_on_one_communicator_gathers_wait_for_reductions_and_on_two_they_do_not():
     parts = [part(again=1.2, reduce=1.2)] * 4
     one = overlapped_s(parts, 0.0, reduces=True)
-    two = overlapped_s(parts, 0.0, reduces=True, shares_communicator=False)
+    two = overlapped_s(parts, 0.0, reduces=True, scatter_group="own")
     # backward: nothing hides the first gather and the last reduction; 2.4 s of link beside 2 s of computing between
     assert one == pytest.approx(4 + 1.2 + 2 + 2.4 * 2 + 2 + 1.2)
     assert two == pytest.approx(4 + 1.2 + 2 * 4 + 1.2)
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_computing_beside_a_collective_is_slower_but_never_slower_than_in_turns(shares):
+@pytest.mark.parametrize("group", ["shared", "own"])
+def test_computing_beside_a_collective_is_slower_but_never_slower_than_in_turns(group):
     parts = [part(gather=0.5, again=0.5, reduce=0.7)] * 5
-    seconds = [overlapped_s(parts, slowdown, reduces=True, shares_communicator=shares) for slowdown in (0.0, 0.25, 0.5)]
+    seconds = [overlapped_s(parts, slowdown, reduces=True, scatter_group=group) for slowdown in (0.0, 0.25, 0.5)]
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[2] < sum(p.pass_s(reduces=True) for p in parts)
 
