@@ -100,13 +100,14 @@ class World:
             cluster_hash=cluster.hash(),
         )
 
-    def plan(self, profile, *, budget_bytes, global_batch, micro_batch):
+    def plan(self, profile, *, budget_bytes, global_batch, micro_batch, prefetch, scatter_group):
         if profile.calibration.peak_offset_bytes and self.candidates:
             candidate = self.candidates.pop(0)
             if isinstance(candidate, Exception):
                 raise candidate
             return candidate
-        return make_plan(profile, budget_bytes=budget_bytes, micro_batch=micro_batch or 1)
+        made = make_plan(profile, budget_bytes=budget_bytes, micro_batch=micro_batch or 1)
+        return dataclasses.replace(made, prefetch=prefetch or 0, scatter_group=scatter_group)
 
     def recalibrate(self, profile, plan, telemetry):
         return dataclasses.replace(profile, calibration=Calibration(peak_offset_bytes=1))
@@ -206,6 +207,7 @@ def make_plan(profile, *, budget_bytes=BUDGET_BYTES, micro_batch=1, samples_per_
         prediction=prediction(800, samples_per_s),
         alternatives=(),
         solver=SolverReport(solver="hand", status="optimal", gap_fraction=0.0, num_solves=1, num_cuts=0),
+        prefetch=profile.default_prefetch,
     )
 
 

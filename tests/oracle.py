@@ -143,6 +143,7 @@ def make_plan(
         solver=SolverReport(solver="none", status="optimal", gap_fraction=0.0, num_solves=0, num_cuts=0),
         prefetch=prefetch,
         scatter_group=scatter_group,
+        parameter_counts=profile.parameter_counts,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from osdp_ray.errors import PlanMismatchError
 from osdp_ray.execution.options import RAY_FOLDER, TrainOptions
 from osdp_ray.execution.places import absolute
 from osdp_ray.records.cluster import Cluster
@@ -85,8 +86,15 @@ def execute(
     "eval_loss"}`. `hub` is an `observation.HubClient`: workers push what they measure to it and hear commands from
     it. Saves go to `run_dir`, which all nodes must share, or to `options.saves_to`. Raises WorkerMemoryError where a
     worker ran out of memory, the OsdpError that a worker raised, and WorkerError for every other failure. Nothing is
-    retried: the same plan would run out of memory again, and a lost worker needs another one.
+    retried: the same plan would run out of memory again, and a lost worker needs another one. Raises PlanMismatchError
+    for a plan of another workload or another cluster.
     """
+    if plan.workload_hash != workload.hash():
+        raise PlanMismatchError(f"workload {plan.workload!r} with hash", plan.workload_hash, workload.hash())
+    if plan.ranks_per_node != cluster.ranks_per_node:
+        planned, found = (" + ".join(map(str, counts)) for counts in (plan.ranks_per_node, cluster.ranks_per_node))
+        raise PlanMismatchError("ranks per node", planned, found)
+
     import ray.cloudpickle
     import ray.train
     from ray.train.torch import TorchTrainer

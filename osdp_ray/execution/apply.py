@@ -37,11 +37,12 @@ def parallelize(
     torch.compile; see docs/executor.md for what that keeps.
 
     The model may be on the meta device; the process group must be up with as many ranks as the plan has, and without
-    a `device_type` its backend tells it. Raises PlanMismatchError where the plan was made for another number of ranks
-    or other modules.
+    a `device_type` its backend tells it. Raises PlanMismatchError where the plan was made for another number of ranks,
+    other modules or other shapes.
     """
     if dist.get_world_size() != plan.num_ranks:
         raise PlanMismatchError("ranks", str(plan.num_ranks), str(dist.get_world_size()))
+    _check_shapes(model, plan)
     _split(model, plan)
     _check_operators(model, plan)
     meshes = _meshes(plan, device_type or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
@@ -172,6 +173,22 @@ def _split(model: nn.Module, plan: Plan) -> None:
             if path not in known:
                 raise PlanMismatchError("a model with module", repr(path), "not there")
             split_operator(model, path, num_slices)
+
+
+def _check_shapes(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanMismatchError where a block has other parameters than it was planned with, or the model has."""
+    if len(plan.parameter_counts) != len(plan.sections):
+        return  # a plan of before they were told
+    known = dict(model.named_modules())
+    for section, planned in zip(plan.sections, plan.parameter_counts, strict=True):
+        if section.is_block and section.name in known:
+            found = sum(parameter.numel() for parameter in known[section.name].parameters())
+            if found != planned:
+                raise PlanMismatchError(f"a {section.name!r} of", f"{planned:,} parameters", f"{found:,}")
+    planned = sum(plan.parameter_counts)
+    found = sum(parameter.numel() for parameter in model.parameters())
+    if found != planned:
+        raise PlanMismatchError("a model of", f"{planned:,} parameters", f"{found:,}")
 
 
 def _check_operators(model: nn.Module, plan: Plan) -> None:

@@ -80,6 +80,7 @@ def plan(
         solver=_report(tally, best.samples_per_s),
         prefetch=best.shape.prefetch,
         scatter_group=scatter_group,
+        parameter_counts=profile.parameter_counts,
     )
     return dataclasses.replace(made, prediction=predict(profile, made))
 

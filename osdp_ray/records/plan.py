@@ -186,6 +186,7 @@ class Plan(Record):
 
     `prefetch`: how many units are gathered ahead in backward, before the one whose backward runs is through.
     `scatter_group`: whether gradients are reduced over the communicator that gathers, or over one of their own.
+    `parameter_counts`: elements of every section's parameters, empty in plans of before they were told.
     """
 
     workload: str
@@ -203,6 +204,7 @@ class Plan(Record):
     solver: SolverReport
     prefetch: int = 1
     scatter_group: ScatterGroup = "shared"
+    parameter_counts: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:

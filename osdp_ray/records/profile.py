@@ -303,6 +303,12 @@ class Profile(Record):
         return sum(self.ranks_per_node)
 
     @property
+    def parameter_counts(self) -> tuple[int, ...]:
+        """Elements of every section's parameters; one that several sections share is the first one's."""
+        of_class = [sum(parameter.numel for parameter in found.parameters) for found in self.classes]
+        return tuple(of_class[section.class_index] for section in self.sections)
+
+    @property
     def default_prefetch(self) -> int:
         """Units that a plan gathers ahead in backward: FSDP2's one where computing hides it, else none."""
         return 1 if self.overlaps else 0

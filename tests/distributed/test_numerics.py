@@ -1,5 +1,6 @@
 """Any plan trains like one plain process: losses and gradient norms over real gloo ranks, several plans per spawn."""
 
+import dataclasses
 import json
 import random
 
@@ -193,7 +194,16 @@ def test_a_plan_for_other_ranks_or_another_model_is_refused(corpus, tmp_path):
             parallelize(model, make_plan(profile, sections, micro_batch=1, accumulation=1), device_type="cpu")
         model, _ = build_on_meta(work)
         model.norm = torch.nn.Identity()
+        unchecked = dataclasses.replace(
+            make_plan(profile, sections, micro_batch=1, accumulation=1), parameter_counts=()
+        )
         with pytest.raises(PlanMismatchError, match=r"a model with module 'norm', and here it is not there"):
-            parallelize(model, make_plan(profile, sections, micro_batch=1, accumulation=1), device_type="cpu")
+            parallelize(model, unchecked, device_type="cpu")
+        for name, words in (("blocks.1.mlp.up", r"a 'blocks\.1' of"), ("head", "a model of")):
+            model, _ = build_on_meta(work)
+            found = model.get_submodule(name)
+            found.weight = torch.nn.Parameter(torch.empty(7, 3, device="meta"))
+            with pytest.raises(PlanMismatchError, match=rf"for {words} [\d,]+ parameters, and here it is [\d,]+"):
+                parallelize(model, make_plan(profile, sections, micro_batch=1, accumulation=1), device_type="cpu")
     finally:
         dist.destroy_process_group()

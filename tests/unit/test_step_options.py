@@ -6,11 +6,14 @@ import random
 import pytest
 
 from osdp_ray.costs import held_beside, predict, simulate_sections, step_seconds, tensor_budget_bytes
-from osdp_ray.errors import UsageError
+from osdp_ray.errors import PlanMismatchError, UsageError
+from osdp_ray.execution import TrainOptions, execute
 from osdp_ray.planning import plan
 from osdp_ray.planning.choices import DP, ZERO3, uniform_sections
 from osdp_ray.records.plan import Plan
 from osdp_ray.units import MIB
+from tests.fake_run import Tiny, World, run
+from tests.fake_run import make_plan as planned
 from tests.random_profiles import base_profile, random_profile
 
 SHAPE = {"micro_batch": 2, "accumulation": 1}
@@ -73,3 +76,20 @@ def test_a_plan_of_before_there_were_options_ran_as_fsdp2_does():
     earlier = Plan.from_json(fields)
     assert (earlier.prefetch, earlier.scatter_group) == (1, "shared")
     assert earlier.decisions != made.decisions
+
+
+def test_a_run_keeps_to_the_options_that_it_was_given(world, tmp_path):
+    run(world, tmp_path, prefetch=2, scatter_group="own")
+    made = Plan.load(tmp_path / "plan-0.json")
+    assert (made.prefetch, made.scatter_group) == (2, "own")
+
+
+@pytest.mark.parametrize("change", [{"workload_hash": "other"}, {"ranks_per_node": (4, 4)}])
+def test_a_plan_of_another_workload_or_cluster_is_not_executed(change, tmp_path):
+    world, workload = World(), Tiny()
+    cluster = world.discover(num_workers=2)
+    made = dataclasses.replace(planned(world.profile(workload, cluster)), **change)
+    (wanted,) = change.values()
+    shown = wanted if isinstance(wanted, str) else r"4 \+ 4"
+    with pytest.raises(PlanMismatchError, match=rf"was made for .* {shown}, and here it is"):
+        execute(workload, made, cluster, options=TrainOptions(num_steps=1), run_dir=tmp_path, hub=None)
