@@ -64,12 +64,16 @@ class _Replicas(FSDPParamGroup):
                 parameter.unsharded_param.grad = None
         if self.reshard_after_backward:
             self.reshard()
-        while self.comm_ctx.reduce_scatter_states:  # those of sharded units before, as FSDP2 does
+        self._let_go_of_inputs()
+        with torch.no_grad():
+            self._reduce(gradients)
+
+    def _let_go_of_inputs(self) -> None:
+        """Waits for the reductions of sharded units before, as FSDP2 does, and frees what they reduced."""
+        while self.comm_ctx.reduce_scatter_states:
             state = self.comm_ctx.reduce_scatter_states.pop()
             if state.event is not None:
                 self.device_handle.current_stream().wait_event(state.event)
-        with torch.no_grad():
-            self._reduce(gradients)
 
     def _is_plain(self) -> bool:
         """Whether nothing else is asked for than means of all gradients, in the type of the parameters."""

@@ -80,6 +80,28 @@ def replace_tensors(
     return originals
 
 
+def stored_before_use(
+    modules: list[tuple[str, nn.Module]],
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]],
+    mode: contextlib.AbstractContextManager[Any],
+    dtype: torch.dtype | None,
+) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
+    """Of parameters that are gathered in another type: where they are, the gathered one, and one as it is stored.
+
+    Those of the model itself are gathered as soon as it runs.
+    """
+    own = {id(module._parameters) for name, module in modules if not name}
+    found = []
+    for tensors, key, original in originals:
+        gathered = tensors[key]
+        if dtype is None or gathered.dtype == original.dtype or id(tensors) in own:
+            continue
+        with mode:
+            stored = torch.empty(original.shape, dtype=original.dtype, device="cpu")
+        found.append((tensors, key, gathered, nn.Parameter(stored, original.requires_grad)))
+    return found
+
+
 @contextlib.contextmanager
 def seen_random_state() -> Iterator[None]:
     """Lets recomputation stash the CPU generator's state as a tensor that the recorder sees, whatever is in it."""

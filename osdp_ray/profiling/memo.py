@@ -49,7 +49,7 @@ class Remembered:
 
     outputs: tuple[Any, ...]
     kind: type | None
-    workspace_bytes: int
+    workspace_bytes: tuple[int, ...]
 
 
 class Memo:
@@ -62,7 +62,13 @@ class Memo:
         return self._found.get(key) if key is not None else None
 
     def keep(
-        self, key: Key, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, workspace_bytes: int
+        self,
+        key: Key,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        workspace_bytes: tuple[int, ...],
     ) -> None:
         """Remembers a result, unless it is of a kind that cannot be made again, or arguments were given new shapes."""
         if key in self._found:

@@ -142,15 +142,16 @@ class Recorder(TorchDispatchMode):
             for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     new += self._see(leaf)
-            if workspace:
-                self.events.append(Event(code=WORKSPACE, num_bytes=workspace))
+            self.events += [Event(code=WORKSPACE, num_bytes=num_bytes) for num_bytes in workspace]
             if in_place and new:
                 self._merge(args[0], new[0])
             if self.watch is not None:
                 self.watch(first if len(self.events) > first else first - 1, function, args, kwargs, result, key)
         return result
 
-    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Key | None, int]:
+    def _run(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Key | None, tuple[int, ...]]:
         """The result of an operation, what it depends on, and the bytes of its workspace."""
         if self.memo is None:
             result = function(*args, **kwargs)

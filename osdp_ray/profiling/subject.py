@@ -20,7 +20,14 @@ from osdp_ray.modeling import user_code
 from osdp_ray.modeling.recompute import recompute_block
 from osdp_ray.modeling.structure import is_within
 from osdp_ray.profiling import values
-from osdp_ray.profiling.fakes import fakes_of, real_branches, reals_of, replace_tensors, seen_random_state
+from osdp_ray.profiling.fakes import (
+    fakes_of,
+    real_branches,
+    reals_of,
+    replace_tensors,
+    seen_random_state,
+    stored_before_use,
+)
 from osdp_ray.profiling.memo import Memo
 from osdp_ray.profiling.recorder import BACKWARD, Numbers, Recorder, attach_gradient_hook, attach_hooks
 from osdp_ray.profiling.work import Counter
@@ -46,6 +53,7 @@ class Subject:
         self.dtype = torch.bfloat16 if workload.precision == "bf16" else None
         make = reals_of(workload) if workload.measure else fakes_of(workload, self.modules, self.mode)
         self.originals = replace_tensors(self.modules, make, self.dtype)
+        self.stored = stored_before_use(self.modules, self.originals, self.mode, self.dtype)
         self.parameters = {
             id(parameter): (f"{name}.{key}" if name else key, parameter)
             for name, module in reversed(self.modules)
@@ -73,10 +81,10 @@ class Subject:
         tensors = [
             tensor for _, module in self.modules for tensor in (*module._parameters.values(), *module._buffers.values())
         ]
-        recorder.own([tensors, fake])
+        recorder.own([tensors, fake, [stored for *_, stored in self.stored]])
         for name, recompute in recomputes.items():
             recompute_block(self.model.get_submodule(name), recompute)
-        handles = self._attach(recorder)
+        handles = [*self._attach(recorder), *self._show_stored()]
         try:
             self.model.train(not evaluates)
             self._run(recorder, fake, evaluates)
@@ -84,6 +92,7 @@ class Subject:
             recorder.recording = False
             for handle in handles:
                 handle.remove()
+            self._show_gathered()
             for _, parameter in self.parameters.values():
                 parameter.grad = None
             for name in recomputes:
@@ -104,7 +113,7 @@ class Subject:
         for name, module in self.modules:
             is_block = name in inside
             if name == "" or is_block or any(True for _ in module.parameters(recurse=False)):
-                dtype = self.dtype if name == "" or is_block else None
+                dtype = self.dtype if name == "" or is_block or not is_within(name, inside) else None
                 handles += attach_hooks(recorder, name, module, is_block=is_block, dtype=dtype)
         for name in self.stubs:
             stub = self.model.get_submodule(name)
@@ -113,6 +122,22 @@ class Subject:
             if parameter.requires_grad:
                 handles.append(attach_gradient_hook(recorder, parameter, name))
         return handles
+
+    def _show_stored(self) -> list[Any]:
+        """Until the first module with parameters runs, and FSDP2 gathers, a model sees parameters as they are stored.
+
+        Some look at the type of a weight then, and cast their inputs to it.
+        """
+        for tensors, key, _, stored in self.stored:
+            tensors[key] = stored
+        if not self.stored:
+            return []
+        owners = [m for name, m in self.modules if name and any(True for _ in m.parameters(recurse=False))]
+        return [owner.register_forward_pre_hook(lambda *_: self._show_gathered(), prepend=True) for owner in owners]
+
+    def _show_gathered(self) -> None:
+        for tensors, key, gathered, _ in self.stored:
+            tensors[key] = gathered
 
     def _run(self, recorder: Recorder, batch: Any, evaluates: bool) -> None:
         try:

@@ -16,12 +16,17 @@ _FLOAT_BYTES = 4
 NUMBER_BYTES = 8  # of a Python number as a tensor: float64 or int64
 
 
-def workspace_bytes(function: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that the kernel of an aten operation holds while it runs, 0 for those that hold none."""
+def workspace_bytes(function: Any, args: tuple[Any, ...], result: Any) -> tuple[int, ...]:
+    """Bytes that the kernel of an aten operation holds while it runs, moment by moment; () for those that hold none.
+
+    Where the highest moment depends on the sizes, each is told, so that every one is affine in the micro-batch.
+    """
     formula = _FORMULAS.get(function)
-    if formula is not None:
-        return formula(args, result)
-    return _number_bytes(args, result) if function in _BINARY else 0
+    if formula is None:
+        num_bytes = _number_bytes(args, result) if function in _BINARY else 0
+        return (num_bytes,) if num_bytes else ()
+    found = formula(args, result)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _number_bytes(args: tuple[Any, ...], result: Any) -> int:
@@ -83,18 +88,18 @@ def _cumsum(args: tuple[Any, ...], result: Any) -> int:
 _BLOCK = 16  # channels that oneDNN lays side by side; it copies what has as many into a layout of its own
 
 
-def _convolution(args: tuple[Any, ...], result: Any) -> int:
+def _convolution(args: tuple[Any, ...], result: Any) -> tuple[int, int]:
     """oneDNN's copies of input, weight and output in its own layout (as seen in allocator events, groups = 1)."""
     inputs, weight = args[0], args[1]
     copied = inputs.nbytes if inputs.shape[1] >= _BLOCK else 0
-    return int(max(copied + weight.nbytes, result.nbytes))
+    return int(copied + weight.nbytes), int(result.nbytes)
 
 
-def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
+def _convolution_backward(args: tuple[Any, ...], result: Any) -> tuple[int, int]:
     """The same of the output's gradient, input and weight's gradient; without the weight's for a frozen one."""
     gradient, inputs, weight = args[0], args[1], args[2]
     copied = inputs.nbytes if inputs.shape[1] >= _BLOCK else 0
-    return int(max(gradient.nbytes + copied, weight.nbytes if result[1] is not None else 0))
+    return int(gradient.nbytes + copied), int(weight.nbytes if result[1] is not None else 0)
 
 
 def _batch_norm(args: tuple[Any, ...], result: Any) -> int:
@@ -132,7 +137,7 @@ _BINARY = frozenset(
     for overload in ("Tensor", "Scalar", "default")
     if overload in packet.overloads()
 )
-_FORMULAS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
+_FORMULAS: dict[Any, Callable[[tuple[Any, ...], Any], int | tuple[int, ...]]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     torch.ops.aten.native_layer_norm_backward.default: _layer_norm_backward,

@@ -26,7 +26,7 @@ def test_the_peak_of_any_model_under_any_plan_is_predicted(draw):
     assert peaks["evaluation"] == truth.evaluation_bytes
     assert peaks["evaluation"] <= max(peaks["forward"], peaks["loss"]), "the planner relies on it"
     error_bytes = simulated.peak_bytes - truth.peak_bytes
-    if draw.is_plain and draw.model != "conv-net":  # oneDNN's copies depend on the processor
+    if draw.is_plain:
         assert error_bytes == 0, explain(case.plan, simulated, truth)
     assert error_bytes >= -UNDER_FRACTION * truth.peak_bytes, explain(case.plan, simulated, truth)
     assert error_bytes <= OVER_FRACTION * truth.peak_bytes, explain(case.plan, simulated, truth)

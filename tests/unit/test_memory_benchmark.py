@@ -12,6 +12,7 @@ import pytest
 from memory import Outcome, Row
 
 from osdp_ray.costs import simulate_bytes
+from osdp_ray.profiling.trace import Trace
 from osdp_ray.records.plan import Choice, SectionPlan, Unit
 from osdp_ray.records.profile import Operator, Parameter, Section, SectionClass
 from osdp_ray.workloads.gpt import GptWorkload
@@ -51,9 +52,7 @@ def profile_of(classes, sections, precision, ranks_per_node):
     """A profile without traces."""
     workload = types.SimpleNamespace(name="three", precision=precision)
     structure = types.SimpleNamespace(classes=classes, sections=sections)
-    traced = types.SimpleNamespace(
-        structure=structure, traces=(), evaluation=(), batch_bytes_per_sample=0, buffer_bytes=0, buffer_scratch_bytes=0
-    )
+    traced = Trace(structure=structure, traces=(), evaluation=(), batch_bytes_per_sample=0, buffer_bytes=0)
     return traced_profile(workload, traced, ranks_per_node=ranks_per_node)
 
 
