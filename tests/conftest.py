@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-RAY = ("tests/e2e/", "tests/distributed/test_testbed.py")  # whole runs and clusters
-FIRST = (*RAY, "tests/distributed/test_profiling_actors.py")  # the last in a process that has seen no other Ray
+RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("run", "jobs", "sweep"))  # each on a Ray of its own
+FIRST = (*RUNS, "tests/distributed/test_testbed.py", "tests/distributed/test_profiling_actors.py")
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
@@ -17,19 +17,19 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first: whole runs, then what else starts Ray."""
+    """The longest first: whole runs, then what else starts Ray, in a process that has seen no other Ray."""
     items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """The tests of a file stay together, and of whole runs and clusters one goes on at a time: Ray gives up where its
-    own processes start too slowly."""
+    """The tests of a file stay together, and whole runs follow one another: Ray gives up where its own processes start
+    too slowly."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return RAY[0] if nodeid.startswith(RAY) else nodeid.split("::", 1)[0]
+            return RUNS[0] if nodeid.startswith(RUNS) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
 
