@@ -36,6 +36,7 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=10 * LEARNING_RATE, momentum=0.9, weight_decay=WEIGHT_DECAY, foreach=True),
 }
 UNCLIPPED, CLIPPED = 1e9, 0.1
+LAST_BIT = 2.0**-24  # of a number in fp32, as a part of it
 SKIPPED = ("gpt-dropout", "gpt-deep", "gpt-wide", "gpt")  # every rank drops others; like other GPTs, and slower
 
 
@@ -234,8 +235,12 @@ def curve_of_rank(drill, rank, num_ranks):
     return curve
 
 
-def plain_curve(drill):
-    """The same of one process, by torch alone; its micro-batches are the plan's, one after another."""
+def plain_curve(drill, noise=None):
+    """The same of one process, by torch alone; its micro-batches are the plan's, one after another.
+
+    With `noise`, the seed of a generator, every gradient's last bit is off: what no sum in another order can beat.
+    """
+    generator = torch.Generator().manual_seed(noise) if noise is not None else None
     workload, batches = samples(drill.model)
     model, initialisation = build_on_meta(workload)
     initialisation.materialize(_without_dropout(model), "cpu", SEED)
@@ -253,6 +258,10 @@ def plain_curve(drill):
                 loss = workload.loss(model, part)
                 (loss / num_micro_batches).backward()
             total += loss.item() / num_micro_batches
+        for parameter in trained if generator is not None else ():
+            if parameter.grad is not None:
+                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.grad *= 1 + LAST_BIT * signs
         norm = torch.nn.utils.clip_grad_norm_(trained, drill.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -259,7 +259,7 @@ class Plan(Record):
             format_table(header, rows),
             "",
             f"{self.num_ranks} ranks x micro-batch {self.micro_batch} x accumulation {self.accumulation} "
-            f"= global batch {self.global_batch}; in backward {self.prefetch} units gathered ahead"
+            f"= global batch {self.global_batch}; prefetch {self.prefetch}"
             + ("" if self.scatter_group == "shared" else ", reductions on a communicator of their own"),
             f"predicted peak {format_bytes(prediction.peak_bytes)} of {format_bytes(self.budget_bytes)} per device "
             f"({', '.join(f'{phase} {format_bytes(peak)}' for phase, peak in prediction.peak_by_phase.items())})",

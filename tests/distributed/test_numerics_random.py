@@ -15,7 +15,7 @@ from tests.ranks import free_port, start_ranks
 TIMES = int(os.environ.get("OSDP_DRILLS", "1"))
 WORLDS = {(1,): 6 * TIMES, (2,): 5 * TIMES, (2, 2): 4 * TIMES}
 NUM_BF16 = TIMES
-FP32_FRACTION = 1e-5
+FP32_FRACTION, NUM_NOISY = 1e-5, 3
 # bf16 keeps 8 bits: sums in another order (a mean over ranks for one over micro-batches, products over slices) differ
 # by units of its last place, and so does what five steps make of them.
 BF16_FRACTION = 2**-6
@@ -31,6 +31,21 @@ def run_rank(rank, num_ranks, port, drills, out):
     dist.destroy_process_group()
 
 
+def farther_than(found, wanted, fraction):
+    """(step, 0 for the loss, 1 for the norm) of what is farther apart than this fraction."""
+    places = [(step, kind) for step in range(len(wanted)) for kind in range(2)]
+    return [(s, k) for s, k in places if abs(found[s][k] - wanted[s][k]) > fraction * abs(wanted[s][k])]
+
+
+def within(found, wanted, own, step, kind):
+    """Whether a process of its own is as far apart when the last bit of its gradients is off.
+
+    A step on whose way an activation or an update changes its sign does not keep to one part in a hundred thousand.
+    """
+    most = max(abs(curve[step][kind] - wanted[step][kind]) for curve in own)
+    return abs(found[step][kind] - wanted[step][kind]) <= 2 * most
+
+
 @pytest.mark.parametrize("ranks_per_node", WORLDS, ids=str)
 def test_any_random_plan_gives_the_losses_and_gradient_norms_of_one_process(ranks_per_node, tmp_path):
     drills = draw_drills(ranks_per_node, WORLDS[ranks_per_node], seed=0)
@@ -44,10 +59,11 @@ def test_any_random_plan_gives_the_losses_and_gradient_norms_of_one_process(rank
     assert all(curves == by_rank[0] for curves in by_rank), "ranks disagree on the global loss or norm"
     plain = {drill.plain: plain_curve(drill) for drill in drills}
     for drill, found in zip(drills, by_rank[0], strict=True):
-        wanted = plain[drill.plain]
         fraction = FP32_FRACTION if drill.plan.precision == "fp32" else BF16_FRACTION
-        for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            assert one[0] == pytest.approx(other[0], rel=fraction), f"loss of step {step}: {drill.label}"
-            assert one[1] == pytest.approx(other[1], rel=fraction), f"gradient norm of step {step}: {drill.label}"
+        off = farther_than(found, plain[drill.plain], fraction)
+        if off and drill.plan.precision == "fp32":
+            own = [plain_curve(drill, noise=seed) for seed in range(NUM_NOISY)]
+            off = [place for place in off if not within(found, plain[drill.plain], own, *place)]
+        assert not off, f"(step, loss or norm) {off}: {found} for {plain[drill.plain]}: {drill.label}"
     clipped = [max(norm for _, norm in plain[drill.plain]) for drill in drills if drill.max_norm == CLIPPED]
     assert min(clipped) > CLIPPED, "no case would notice that nothing is clipped"
