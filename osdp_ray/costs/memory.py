@@ -45,6 +45,8 @@ class StepSimulator(Fsdp2):
         self.splits: list[Splits] = []
         for section, class_index in zip(sections, class_indices, strict=True):
             self._add_units(section, class_index)
+        trained = (p for p, units in enumerate(self.units) if any(unit.sizes.num_trainable for unit in units))
+        self.last_in_backward = next(trained, 0)
         self.section_of_class = {class_index: position for position, class_index in enumerate(class_indices)}
         self.left_bytes = 0
         self.held_late: list[Held | None] = []  # let go of when backward has returned
@@ -96,7 +98,8 @@ class StepSimulator(Fsdp2):
             in_backward=self.in_backward,
             splits=self.splits[position],
         )
-        late = compiled.late if position == 0 and self.in_backward else len(compiled.steps)
+        ends = self.in_backward and position <= self.last_in_backward
+        late = compiled.late if ends else len(compiled.steps)
         for number, (code, subject, first, second) in enumerate(compiled.steps):
             if number >= late:
                 self.held_late.append(self._held(position, subject))
