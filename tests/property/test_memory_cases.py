@@ -26,7 +26,7 @@ def chosen_cases():
 UNDER_FRACTION, OVER_FRACTION = 0.005, 0.02
 
 
-@pytest.mark.parametrize("draw", chosen_cases(), ids=lambda draw: draw.label)
+@pytest.mark.parametrize("draw", list(chosen_cases()), ids=lambda draw: draw.label)
 def test_the_peak_of_any_model_under_any_plan_is_predicted(draw):
     case = build_case(draw)
     simulated, truth = simulate_bytes(case.profile, case.plan), measure(case.workload, case.plan, evaluates=True)
