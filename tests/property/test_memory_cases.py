@@ -23,7 +23,7 @@ def chosen_cases():
     yield next(draw for draw in DRAWS if draw.num_ranks == 1024 and draw.model == "gpt")
 
 
-UNDER_FRACTION, OVER_FRACTION = 0.005, 0.02
+UNDER_FRACTION, OVER_FRACTION = 0.001, 0.006
 
 
 @pytest.mark.parametrize("draw", list(chosen_cases()), ids=lambda draw: draw.label)
