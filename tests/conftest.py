@@ -7,7 +7,8 @@ import sys
 import pytest
 
 RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("run", "jobs", "sweep"))  # each on a Ray of its own
-FIRST = (*RUNS, "tests/distributed/test_testbed.py", "tests/distributed/test_profiling_actors.py")
+# Actors beside the runs, in the other process, so that it has seen no other Ray; then clusters, processes of their own.
+FIRST = (*RUNS, "tests/distributed/test_profiling_actors.py", "tests/distributed/test_testbed.py")
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
@@ -17,7 +18,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first: whole runs, then what else starts Ray, in a process that has seen no other Ray."""
+    """The longest first: whole runs, then what else starts Ray."""
     items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
 
 

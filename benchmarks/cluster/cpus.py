@@ -49,11 +49,11 @@ def remove_group(group: Path | None, *, wait_s: float = 5.0) -> None:
 
 
 def remove_groups_without_bed(names: Iterable[str]) -> None:
-    """Removes what groups are left of beds, those of `names` apart. One that has processes stays."""
+    """Removes what groups are left of beds, those of `names` apart. One whose processes do not end stays."""
     kept = set(names)
     for group in (group for root in ROOTS for group in root.glob(f"{PREFIX}*-*")):
         if group.name.removeprefix(PREFIX).rpartition("-")[0] not in kept:
-            remove_group(group, wait_s=0.0)
+            remove_group(group)
 
 
 def limit_cpus(group: Path | None, cpus: float | None) -> None:
