@@ -2,10 +2,13 @@
 
 `python benchmarks/planner.py`: seconds for 96 layers x 7 operators and for 1000 layers on 1024 ranks, trace included;
 plans of three model families on the catalogue's clusters under several budgets, against the best uniform setting and
-against ZeRO-3 with full recomputation; the peers of `planner_peers`; OSDP's own published profile. Seconds are those of
-CPU: everything runs on one core.
+against ZeRO-3 with full recomputation; the peers of `planner_peers`; OSDP's own published profile; small instances
+against enumeration. Seconds are those of CPU: every plan is made on one core, and those of the tables on all at once.
 """
 
+import concurrent.futures
+import dataclasses
+import itertools
 import json
 import math
 import os
@@ -32,7 +35,7 @@ from osdp_ray.workloads.families import FAMILIES, FamilyWorkload
 from osdp_ray.workloads.gpt import GptWorkload
 
 ROOT = Path(__file__).resolve().parent
-NUM_INSTANCES_OF_BENCHMARK = 300
+NUM_ENUMERATED = {"whole": 300, "split": 60}
 DEPTHS = (12, 48, 96, 192, 1000)
 GLOBAL_BATCH_PER_RANK = 32
 BUDGET_FRACTIONS = (0.15, 0.25, 0.4, 0.6, 0.8, 1.0)  # of a device's memory
@@ -46,8 +49,7 @@ def main() -> None:
     figures |= gains(flags.quick)
     figures |= peers(flags.quick)
     figures |= published()
-    if not flags.quick:
-        figures |= exactness()
+    figures |= exactness(flags.quick)
     print(machine())
     write_figures(flags.json, figures)
 
@@ -105,60 +107,59 @@ def speed(quick: bool) -> dict[str, Any]:
 # -- gains
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gain:
+    """One plan beside the settings that it is compared with, whose samples per second are 0 where none fits."""
+
+    family: str
+    cluster: str
+    fraction: float
+    samples_per_s: float
+    best_uniform: float
+    full_recompute: float
+    gap_fraction: float
+    seconds: float
+
+
 def gains(quick: bool) -> dict[str, Any]:
     """What plans gain by their own prediction over uniform settings, on families x clusters x budgets."""
     clusters = catalogue_names() if not quick else ("16x-a100-100gbit",)
     fractions = BUDGET_FRACTIONS if not quick else (0.25, 0.6)
-    over_best, over_full, gaps, seconds, infeasible = [], [], [], [], 0
-    rows = []
-    for name, stages in list(FAMILIES.items())[: 1 if quick else None]:
-        workload = FamilyWorkload(stages)
-        for cluster in clusters:
-            hardware = load_hardware(cluster)
-            has_bf16 = all("bf16" in device.peak_flops_per_s for device in hardware.devices)
-            workload.precision = "bf16" if has_bf16 else "fp32"
-            profile = estimate(workload, hardware)
-            for fraction in fractions:
-                started = cpu_s()
-                try:
-                    made = plan(
-                        profile,
-                        budget_bytes=round(fraction * profile.device_memory_bytes),
-                        global_batch=GLOBAL_BATCH_PER_RANK * profile.num_ranks,
-                    )
-                except InfeasibleError:
-                    infeasible += 1
-                    continue
-                seconds.append(cpu_s() - started)
-                gaps.append(made.solver.gap_fraction)
-                best, full = best_uniform(made), full_recompute(made)
-                if best:
-                    over_best.append(made.prediction.samples_per_s / best)
-                if full:
-                    over_full.append(made.prediction.samples_per_s / full)
-                rows.append(
-                    (
-                        name,
-                        cluster,
-                        f"{fraction:.2f}",
-                        f"{made.prediction.samples_per_s:.1f}",
-                        f"{made.prediction.samples_per_s / best:.3f}" if best else "none fits",
-                        f"{made.prediction.samples_per_s / full:.3f}" if full else "does not fit",
-                        f"{made.solver.gap_fraction * 100:.2f} %",
-                        f"{seconds[-1]:.1f}",
-                    )
-                )
+    found: list[Gain | None] = []
+    with concurrent.futures.ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        cases = [(name, cluster, fractions) for name in list(FAMILIES)[: 1 if quick else None] for cluster in clusters]
+        for (name, cluster, _), made in zip(cases, pool.map(gains_of, *zip(*cases, strict=True)), strict=True):
+            found += made
+            print(f"{name} on {cluster}: {sum(gain.seconds for gain in made if gain):.0f} s of CPU", file=sys.stderr)
+    plans = [gain for gain in found if gain is not None]
+    rows = [
+        (
+            gain.family,
+            gain.cluster,
+            f"{gain.fraction:.2f}",
+            f"{gain.samples_per_s:.1f}",
+            f"{gain.samples_per_s / gain.best_uniform:.3f}" if gain.best_uniform else "none fits",
+            f"{gain.samples_per_s / gain.full_recompute:.3f}" if gain.full_recompute else "does not fit",
+            f"{gain.gap_fraction * 100:.2f} %",
+            f"{gain.seconds:.1f}",
+        )
+        for gain in plans
+    ]
     header = ("family", "cluster", "budget", "samples/s", "over best uniform", "over ZeRO-3 + full", "gap", "plan s")
     print(format_table(header, rows))
+    over_best = [gain.samples_per_s / gain.best_uniform for gain in plans if gain.best_uniform]
+    over_full = [gain.samples_per_s / gain.full_recompute for gain in plans if gain.full_recompute]
     for words, ratios in (("best uniform setting", over_best), ("ZeRO-3 with full recompute", over_full)):
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(
             f"over the {words}: geometric mean {geomean(ratios):.3f}, least {min(ratios):.3f}, quartiles {low:.3f} "
             f"{middle:.3f} {high:.3f}, most {max(ratios):.3f}, of {len(ratios)}"
         )
-    print(f"{infeasible} do not fit at all; gaps: median {statistics.median(gaps):.4f}, most {max(gaps):.4f}\n")
+    gaps, seconds = [gain.gap_fraction for gain in plans], [gain.seconds for gain in plans]
+    print(f"{found.count(None)} do not fit at all; gaps: median {statistics.median(gaps):.4f}, most {max(gaps):.4f}")
+    print(f"seconds of CPU for a plan: median {statistics.median(seconds):.1f}, most {max(seconds):.1f}\n")
     return {
-        "num_plans": len(rows),
+        "num_plans": len(plans),
         "over_best_uniform_min": min(over_best),
         "over_best_uniform_geomean": geomean(over_best),
         "over_best_uniform_max": max(over_best),
@@ -168,6 +169,35 @@ def gains(quick: bool) -> dict[str, Any]:
         "seconds_per_plan_median": statistics.median(seconds),
         "seconds_per_plan_max": max(seconds),
     }
+
+
+def gains_of(name: str, cluster: str, fractions: tuple[float, ...]) -> list[Gain | None]:
+    """The plans of one model on one cluster, None where nothing fits."""
+    warnings.simplefilter("ignore", DeprecationWarning)
+    workload, hardware, found = FamilyWorkload(FAMILIES[name]), load_hardware(cluster), []
+    has_bf16 = all("bf16" in device.peak_flops_per_s for device in hardware.devices)
+    workload.precision = "bf16" if has_bf16 else "fp32"
+    profile = estimate(workload, hardware)
+    for fraction in fractions:
+        started, budget_bytes = cpu_s(), round(fraction * profile.device_memory_bytes)
+        try:
+            made = plan(profile, budget_bytes=budget_bytes, global_batch=GLOBAL_BATCH_PER_RANK * profile.num_ranks)
+        except InfeasibleError:
+            found.append(None)
+            continue
+        found.append(
+            Gain(
+                family=name,
+                cluster=cluster,
+                fraction=fraction,
+                samples_per_s=made.prediction.samples_per_s,
+                best_uniform=best_uniform(made),
+                full_recompute=full_recompute(made),
+                gap_fraction=made.solver.gap_fraction,
+                seconds=cpu_s() - started,
+            )
+        )
+    return found
 
 
 def best_uniform(made: Plan) -> float:
@@ -241,18 +271,29 @@ def published() -> dict[str, Any]:
 # -- exactness
 
 
-def exactness() -> dict[str, Any]:
-    """Random instances against enumeration."""
-    from tests.enumeration import faster_plan_that_fits, random_instance
+def exactness(quick: bool) -> dict[str, Any]:
+    """Random instances, whole and with operators that may be split, against enumeration."""
+    figures: dict[str, Any] = {}
+    for kind, num in NUM_ENUMERATED.items():
+        seeds = range(num // 30 if quick else num)
+        with concurrent.futures.ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+            outcomes = list(pool.map(outcome_of, itertools.repeat(kind), seeds, chunksize=4))
+        missed, unproven = (sum(column) for column in zip(*outcomes, strict=True))
+        print(f"{len(seeds)} enumerable instances, {kind}: {missed} missed, {unproven} not proven")
+        figures |= {f"num_{kind}": len(seeds), f"num_{kind}_missed": missed, f"num_{kind}_unproven": unproven}
+    print()
+    return figures
 
-    missed = unproven = 0
-    for seed in range(NUM_INSTANCES_OF_BENCHMARK):
-        instance = random_instance(seed)
-        made = plan(instance.profile, **instance.wishes)
-        missed += faster_plan_that_fits(instance, made.prediction.step_s) is not None
-        unproven += made.solver.status != "optimal"
-    print(f"{NUM_INSTANCES_OF_BENCHMARK} enumerable instances: {missed} missed, {unproven} not proven\n")
-    return {"num_enumerated": NUM_INSTANCES_OF_BENCHMARK, "num_missed": missed, "num_unproven": unproven}
+
+def outcome_of(kind: str, seed: int) -> tuple[bool, bool]:
+    """Whether a faster plan than ours was missed, and whether ours was not proven."""
+    from tests.enumeration import faster_plan_that_fits, random_instance, random_split_instance
+
+    warnings.simplefilter("ignore", DeprecationWarning)
+    instance = {"whole": random_instance, "split": random_split_instance}[kind](seed)
+    made = plan(instance.profile, **instance.wishes)
+    missed = faster_plan_that_fits(instance, made.prediction.step_s) is not None
+    return missed, made.solver.status != "optimal"
 
 
 if __name__ == "__main__":

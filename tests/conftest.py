@@ -11,6 +11,8 @@ RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("run", "jobs", "sweep"))  
 FIRST = (*RUNS, "tests/distributed/test_profiling_actors.py", "tests/distributed/test_testbed.py")
 # Set before torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
+# What oneDNN's bf16 products hold while they run differs from processor to processor; up to AVX2 it is nothing.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # Ray lets its workers give way to everything else (nice 15), also to the tests that run beside them.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # torch's profiler (kineto) logs a "USDT: ... profiler_start" line to stderr each time, at levels up to 5.

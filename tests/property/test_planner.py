@@ -1,6 +1,6 @@
 """The planner against enumeration, uniform settings and more memory, on random small profiles without torch.
 
-`NUM_INSTANCES` are sampled here; `benchmarks/planner.py` holds `NUM_INSTANCES_OF_BENCHMARK` against enumeration.
+`NUM_INSTANCES` are sampled here; `benchmarks/planner.py` holds `NUM_ENUMERATED` against enumeration.
 """
 
 import itertools
