@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import statistics
 import sys
@@ -126,7 +127,7 @@ def gains(quick: bool) -> dict[str, Any]:
     clusters = catalogue_names() if not quick else ("16x-a100-100gbit",)
     fractions = BUDGET_FRACTIONS if not quick else (0.25, 0.6)
     found: list[Gain | None] = []
-    with concurrent.futures.ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+    with pool_of_cores() as pool:
         cases = [(name, cluster, fractions) for name in list(FAMILIES)[: 1 if quick else None] for cluster in clusters]
         for (name, cluster, _), made in zip(cases, pool.map(gains_of, *zip(*cases, strict=True)), strict=True):
             found += made
@@ -198,6 +199,11 @@ def gains_of(name: str, cluster: str, fractions: tuple[float, ...]) -> list[Gain
             )
         )
     return found
+
+
+def pool_of_cores() -> concurrent.futures.ProcessPoolExecutor:
+    """A process per core, new ones: torch's autograd hangs in a fork of a process that has used it."""
+    return concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
 
 def best_uniform(made: Plan) -> float:
@@ -276,7 +282,7 @@ def exactness(quick: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for kind, num in NUM_ENUMERATED.items():
         seeds = range(num // 30 if quick else num)
-        with concurrent.futures.ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        with pool_of_cores() as pool:
             outcomes = list(pool.map(outcome_of, itertools.repeat(kind), seeds, chunksize=4))
         missed, unproven = (sum(column) for column in zip(*outcomes, strict=True))
         print(f"{len(seeds)} enumerable instances, {kind}: {missed} missed, {unproven} not proven")
