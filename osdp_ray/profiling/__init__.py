@@ -85,7 +85,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         buffer_bytes=traced.buffer_bytes,
         buffer_scratch_bytes=traced.buffer_scratch_bytes,
         optimizer=_slowest_optimizer(optimizer),
-        compute=tuple(_slowest_compute(costs) for costs in zip(*compute, strict=True)),
+        compute=_slowest_compute(traced.structure, compute),
         links=links,
         copy_bytes_per_s=copy_bytes_per_s,
         calibration=start_calibration(cluster.device_kind),
@@ -108,14 +108,10 @@ def node_speeds(
     clock_offsets_s: tuple[float, ...],
 ) -> tuple[NodeSpeed, ...]:
     """What every node was measured at: by its slowest rank, its smallest device, its faster link."""
-    counts = [sum(section.class_index == index for section in structure.sections) for index in range(len(compute[0]))]
     speeds = []
     for node, link_bytes_per_s in zip(cluster.nodes, links, strict=True):
         ranks = [rank for rank, device in enumerate(cluster.devices) if device.node_id == node.node_id]
-        whole_s = [
-            sum(count * (cost.forward_s(1) + cost.backward_s(1)) for count, cost in zip(counts, costs, strict=True))
-            for costs in map(compute.__getitem__, ranks)
-        ]
+        whole_s = [_whole_s(structure, compute[rank], 1) for rank in ranks]
         speeds.append(
             NodeSpeed(
                 address=node.address,
@@ -146,9 +142,18 @@ def _open(cluster: Cluster) -> "MeasuringGroup":
     return MeasuringGroup(cluster).__enter__()
 
 
-def _slowest_compute(costs: tuple[ComputeCost, ...]) -> ComputeCost:
-    """The cost of the rank that takes longest for eight samples: every step waits for it."""
-    return max(costs, key=lambda cost: cost.forward_s(8) + cost.backward_s(8))
+def _slowest_compute(structure: Structure, compute: list[list[ComputeCost]]) -> tuple[ComputeCost, ...]:
+    """The costs of the rank that takes longest for eight samples: every step waits for it.
+
+    All of one rank's: where ranks share cores, each class is slow on another one, and the slowest of each are of none.
+    """
+    return tuple(max(compute, key=lambda costs: _whole_s(structure, costs, 8)))
+
+
+def _whole_s(structure: Structure, costs: list[ComputeCost], micro_batch: int) -> float:
+    """Seconds of the whole model's forward and backward."""
+    of_section = [costs[section.class_index] for section in structure.sections]
+    return sum(cost.forward_s(micro_batch) + cost.backward_s(micro_batch) for cost in of_section)
 
 
 def _slowest_optimizer(costs: list[OptimizerCost]) -> OptimizerCost:

@@ -27,7 +27,7 @@ from osdp_ray.profiling.recorder import BACKWARD, attach_hooks
 from osdp_ray.records.profile import ENTER, EXIT, POST_BACKWARD, PRE_BACKWARD, ComputeCost, Recompute
 from osdp_ray.workload import Workload
 
-_REPEATS, _LEAST_REPEATS = 5, 2
+_REPEATS, _LEAST_REPEATS = 9, 3
 _LEAST_BATCHES = 2  # a line needs two points
 _Points = list[tuple[int, float]]  # micro-batch, seconds
 _Run = list[tuple[float, float]]  # (forward, backward) seconds by class
@@ -82,7 +82,7 @@ def measure_compute(
 
 
 def _repeated(once: Callable[[], _Run], share_s: float) -> list[_Run]:
-    """A run that warms up, and as many more as fit into the share of time: two to five."""
+    """A run that warms up, and as many more as fit into the share of time, three to nine."""
     _together()
     began_s = time.perf_counter()
     once()
@@ -135,6 +135,8 @@ def _run_once(
 
 
 def _by_class(times: dict[tuple[int, str], float], structure: Structure, real: list[str]) -> _Run:
+    """A block's seconds are the mean of its class: where ranks take turns on a core, most blocks run through and one
+    waits for all, and a median would leave the waiting out."""
     start, turn, end = times[(ENTER, "")], times[(BACKWARD, "")], times[(EXIT, "")]
     order = sorted((name for name in real if (ENTER, name) in times), key=lambda name: times[(ENTER, name)])
     results = []
@@ -148,7 +150,7 @@ def _by_class(times: dict[tuple[int, str], float], structure: Structure, real: l
                 )
                 for name in members
             ]
-            results.append((statistics.median(s[0] for s in spans), statistics.median(s[1] for s in spans)))
+            results.append((statistics.fmean(s[0] for s in spans), statistics.fmean(s[1] for s in spans)))
         elif section_class.name == "stem":
             first = times[(ENTER, order[0])] if order else start
             after = times.get((POST_BACKWARD, order[0]), end) if order else end

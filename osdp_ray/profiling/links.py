@@ -1,11 +1,12 @@
 """Links: a MeasuringGroup -> the cost of every collective on every kind of group, and the speed of a local copy.
 
 Each collective is timed with the calls that FSDP2 makes (the gather and the scatter allocate their output each time)
-at sizes four times apart, the slowest rank counts, and the points are fitted by
+at sizes four times apart, of every repeat the slowest rank counts, and their medians are fitted by
 
     seconds = latency_s + num_bytes / bytes_per_s,     latency_s >= 0, bytes_per_s > 0
 
-where num_bytes is the whole (gathered or unreduced) tensor. No collective is derived from another. Over gloo the
+where num_bytes is the whole (gathered or unreduced) tensor. How far each point is from the line is kept, and a
+LinkCost follows its points within bounds. No collective is derived from another. Over gloo the
 reduce-scatter is the executor's own ring, since gloo's costs as much as an all-reduce.
 """
 
@@ -38,12 +39,12 @@ FREE_BYTES_PER_S = 1e15  # what no link reaches: the bandwidth where there is no
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Median seconds of one collective at one size, on one rank."""
+    """Seconds of one collective at one size, repeat by repeat, on one rank."""
 
     group: GroupKind
     collective: Collective
     num_bytes: int
-    median_s: float
+    seconds: tuple[float, ...]
 
 
 def measure_links(group: "MeasuringGroup", *, largest_bytes: int, limit_s: float = 3.0) -> tuple[LinkCost, ...]:
@@ -59,9 +60,10 @@ def measure_links(group: "MeasuringGroup", *, largest_bytes: int, limit_s: float
         return free_links()
     per_rank = group.run(time_collectives, members, measured_sizes(largest_bytes), limit_s)
     points: dict[tuple[GroupKind, Collective], dict[int, float]] = {}
-    for timing in itertools.chain.from_iterable(per_rank):
-        slowest = points.setdefault((timing.group, timing.collective), {})
-        slowest[timing.num_bytes] = max(slowest.get(timing.num_bytes, 0.0), timing.median_s)
+    for timings in zip(*per_rank, strict=True):  # one collective at one size, by every rank
+        slowest_s = map(max, zip(*(timing.seconds for timing in timings), strict=True))
+        first = timings[0]
+        points.setdefault((first.group, first.collective), {})[first.num_bytes] = statistics.median(slowest_s)
     links = []
     for (kind, name), seconds in points.items():
         latency_s, bytes_per_s, residual_fraction = fit_link(list(seconds), list(seconds.values()))
@@ -206,7 +208,7 @@ def time_collectives(
                     group=kind,
                     collective=name,
                     num_bytes=num_bytes,
-                    median_s=statistics.median(_together(call) for _ in range(repeats)),
+                    seconds=tuple(_together(call) for _ in range(repeats)),
                 )
             )
             next_s = 4 * warm_s * 4  # the warm-up and three repeats of a tensor four times as large

@@ -63,6 +63,47 @@ def test_a_fit_never_has_a_negative_latency_or_bandwidth():
     assert 0 < faster_when_large[1] < FREE_BYTES_PER_S, "a link without a cost per byte"
 
 
+def measured(*points, latency_s=1e-3, bytes_per_s=1e9):
+    """A link whose line is given, with these points: (bytes, measured over the line)."""
+    return LinkCost(
+        group="world",
+        collective="all_gather",
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        residual_fraction=0.0,
+        residuals=tuple((size, ratio - 1) for size, ratio in points),
+    )
+
+
+def test_a_link_follows_what_was_measured_from_point_to_point():
+    link = measured((64 * KIB, 1.0), (256 * KIB, 0.9), (MIB, 1.1))
+    clean = dict(zip(SIZES, line(1e-3, 1e9), strict=True))
+
+    assert link.seconds(64 * KIB) == pytest.approx(clean[64 * KIB])
+    assert link.seconds(256 * KIB) == pytest.approx(0.9 * clean[256 * KIB])
+    between = (link.seconds(256 * KIB) + link.seconds(MIB)) / 2
+    assert link.seconds((256 * KIB + MIB) // 2) == pytest.approx(between)
+    assert link.seconds(4 * MIB) == pytest.approx(1.1 * clean[4 * MIB]), "beyond the points as far off as the last one"
+    assert link.seconds(1) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_disturbed_point_of_a_link_misleads_at_most_twofold():
+    link = measured((64 * KIB, 1.0), (256 * KIB, 1.0), (MIB, 10.0), (4 * MIB, 1.0))
+
+    assert link.seconds(MIB) <= 2 * (1e-3 + MIB / 1e9) * 1.0001
+    assert link.seconds(4 * MIB) == pytest.approx(1e-3 + 4 * MIB / 1e9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_bytes_never_take_fewer_seconds(seed):
+    rng = random.Random(seed)
+    link = measured(*((size, rng.uniform(0.2, 3.0)) for size in SIZES), latency_s=rng.choice((0.0, 1e-3)))
+
+    seconds = [link.seconds(round(1.2**power)) for power in range(110)]
+
+    assert seconds == sorted(seconds)
+
+
 def test_in_node_and_cross_node_groups_are_measured_only_where_they_differ_from_the_world():
     assert group_members((4,)) == {"world": ((0, 1, 2, 3),)}
     assert group_members((1, 1, 1)) == {"world": ((0, 1, 2),)}
