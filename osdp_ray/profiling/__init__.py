@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["estimate", "profile", "trace"]
 
 _MICRO_BATCHES = (1, 2, 4, 8)
-_LINKS_LIMIT_S, _COMPUTE_LIMIT_S = 10.0, 8.0
+_LINKS_LIMIT_S, _COMPUTE_LIMIT_S = 12.0, 8.0
 
 
 def profile(workload: Workload, cluster: Cluster) -> Profile:

@@ -78,7 +78,11 @@ def measure_compute(
                     once = functools.partial(_run_once, workload, model, structure, blocks, stubs, batch, device)
                     found[micro_batch] = _repeated(once, share_s)
     gc.collect()
-    return [_fit(class_index, rows) for class_index in range(len(structure.classes))]
+    medians = {
+        recompute: {micro_batch: _median_run(structure, runs) for micro_batch, runs in found.items()}
+        for recompute, found in rows.items()
+    }
+    return [_fit(class_index, medians) for class_index in range(len(structure.classes))]
 
 
 def _repeated(once: Callable[[], _Run], share_s: float) -> list[_Run]:
@@ -162,11 +166,28 @@ def _by_class(times: dict[tuple[int, str], float], structure: Structure, real: l
     return results
 
 
-def _fit(class_index: int, rows: dict[Recompute, dict[int, list[_Run]]]) -> ComputeCost:
-    """The medians over repeats as a line in the micro-batch, neither part below zero."""
+def _median_run(structure: Structure, runs: list[_Run]) -> _Run:
+    """The medians of every class, stretched so that the whole model takes the median of what it took.
+
+    Where something is now and then in the way of one class or another, it is in none of their medians.
+    """
+
+    def whole_s(run: _Run) -> float:
+        return sum(sum(run[section.class_index]) for section in structure.sections)
+
+    found = [
+        (statistics.median(forward_s for forward_s, _ in of_class), statistics.median(back_s for _, back_s in of_class))
+        for of_class in zip(*runs, strict=True)
+    ]
+    factor = statistics.median(map(whole_s, runs)) / max(whole_s(found), 1e-12)
+    return [(forward_s * factor, backward_s * factor) for forward_s, backward_s in found]
+
+
+def _fit(class_index: int, rows: dict[Recompute, dict[int, _Run]]) -> ComputeCost:
+    """What a class takes as a line in the micro-batch, neither part below zero."""
 
     def points(recompute: Recompute, direction: int) -> _Points:
-        return [(micro_batch, _median(runs, class_index, direction)) for micro_batch, runs in rows[recompute].items()]
+        return [(micro_batch, run[class_index][direction]) for micro_batch, run in rows[recompute].items()]
 
     backward = points("none", 1)
     more = {
@@ -195,10 +216,6 @@ def fit_cost(class_index: int, forward: _Points, backward: _Points, selective: _
         selective_constant_s=selective_constant,
         selective_s_per_sample=selective_slope,
     )
-
-
-def _median(runs: list[_Run], class_index: int, direction: int) -> float:
-    return statistics.median(run[class_index][direction] for run in runs)
 
 
 @contextlib.contextmanager

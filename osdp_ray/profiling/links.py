@@ -13,6 +13,7 @@ reduce-scatter is the executor's own ring, since gloo's costs as much as an all-
 import dataclasses
 import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ SMALLEST_BYTES = 64 * KIB
 LARGEST_BYTES = 64 * MIB
 COPY_BYTES = 8 * MIB
 PAIR_BYTES = 512 * KIB
+_LEAST_REPEATS, _MOST_REPEATS = 3, 9
+_IN_A_ROW = 2
+_GROWTH = 4  # from one size to the next
 MIN_SIZES = 3  # below this many, one disturbed point would be the fit
 FREE_BYTES_PER_S = 1e15  # what no link reaches: the bandwidth where there is no cost, for JSON has no infinity
 
@@ -185,36 +189,42 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
 def time_collectives(
     members: dict[GroupKind, tuple[tuple[int, ...], ...]], sizes: tuple[int, ...], limit_s: float
 ) -> list[Timing]:
-    """Runs on every rank of the default group at once. Every decision in it comes from agreed numbers."""
+    """Runs on every rank of the default group at once. Every decision in it comes from agreed numbers.
+
+    Each repeat goes through all cases in an order of its own: in training, too, collectives of all sizes follow one
+    another, and what disturbs a while disturbs one repeat of many cases and not all repeats of one.
+    """
     groups = {
         kind: dist.group.WORLD if kind == "world" else dist.new_subgroups_by_enumeration([list(m) for m in ranks])[0]
         for kind, ranks in members.items()
     }
-    started_s = time.perf_counter()
-    cases = list(itertools.product(groups, COLLECTIVES))
-    timings = []
-    for index, (kind, name) in enumerate(cases):
-        group = groups[kind]
-        prepared_collective(name, group, SMALLEST_BYTES)[1]()  # the first call opens connections
-        share_s = 0.0
+    began_s = time.perf_counter()
+    cases: list[tuple[GroupKind, Collective, int]] = []
+    round_s = 0.0  # of every case once
+    kinds = list(itertools.product(groups, COLLECTIVES))
+    for index, (kind, name) in enumerate(kinds):
+        prepared_collective(name, groups[kind], SMALLEST_BYTES)[1]()  # the first call opens connections
         for position, size in enumerate(sizes):
-            num_bytes, call = prepared_collective(name, group, size)
-            warm_s, elapsed_s = _agree(_seconds(call), time.perf_counter() - started_s)
-            if position == 0:
-                share_s = elapsed_s + max(0.0, limit_s - elapsed_s) / (len(cases) - index)
-            repeats = 7 if elapsed_s + 7 * warm_s < share_s else 3
-            timings.append(
-                Timing(
-                    group=kind,
-                    collective=name,
-                    num_bytes=num_bytes,
-                    seconds=tuple(_together(call) for _ in range(repeats)),
-                )
-            )
-            next_s = 4 * warm_s * 4  # the warm-up and three repeats of a tensor four times as large
-            if position + 1 >= MIN_SIZES and elapsed_s + repeats * warm_s + next_s > share_s:
+            num_bytes, call = prepared_collective(name, groups[kind], size)
+            (warm_s,) = _agree(_seconds(call))
+            cases.append((kind, name, num_bytes))
+            round_s += warm_s
+            share_s = limit_s * (index + 1) / len(kinds)
+            if position + 1 >= MIN_SIZES and (1 + _IN_A_ROW * _LEAST_REPEATS) * (round_s + _GROWTH * warm_s) > share_s:
                 break
-    return timings
+    (elapsed_s,) = _agree(time.perf_counter() - began_s)
+    repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, int((limit_s - elapsed_s) / max(_IN_A_ROW * round_s, 1e-9))))
+    seconds: list[list[float]] = [[] for _ in cases]
+    order, shuffled = list(range(len(cases))), random.Random(0)  # alike on every rank
+    for _ in range(repeats):
+        shuffled.shuffle(order)
+        for index in order:
+            kind, name, num_bytes = cases[index]
+            seconds[index].append(_together(prepared_collective(name, groups[kind], num_bytes)[1]))
+    return [
+        Timing(group=kind, collective=name, num_bytes=num_bytes, seconds=tuple(taken))
+        for (kind, name, num_bytes), taken in zip(cases, seconds, strict=True)
+    ]
 
 
 def time_copy() -> float:
@@ -260,9 +270,14 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _together(call: Callable[[], object]) -> float:
-    """The same where all ranks set out together, as after a section's computing."""
+    """Seconds of one of a few in a row, which all ranks begin together: the first may find wires and queues rested."""
     _agree(0.0)
-    return _seconds(call)
+
+    def row() -> None:
+        for _ in range(_IN_A_ROW):
+            call()
+
+    return _seconds(row) / _IN_A_ROW
 
 
 def _agree(*values: float) -> list[float]:
