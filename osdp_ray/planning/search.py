@@ -114,12 +114,20 @@ def better(one: Candidate, other: Candidate) -> bool:
     return one.prediction.peak_bytes < other.prediction.peak_bytes
 
 
+def _shard_bytes(profile: Profile) -> int:
+    """A rank's part of the parameters, about."""
+    whole = sum(profile.classes[section.class_index].parameter_bytes for section in profile.sections)
+    return whole // profile.num_ranks
+
+
 class ShapeSearch:
     """The search at one step shape. `bound_s` is what no plan of the shape undercuts, None where none fits."""
 
     def __init__(self, layout: Layout, budget_bytes: int, tally: Tally) -> None:
         self.layout, self.profile, self.shape = layout, layout.profile, layout.shape
         self.budget_bytes, self.tally = budget_bytes, tally
+        # No less than every plan holds, or the numbers of a budget that is far too small are too large for solvers.
+        self.scale_bytes = max(budget_bytes, _shard_bytes(self.profile))
         self.scale_s = max(compute_s(self.profile, self.shape), 1e-12)
         self.samples = self.shape.micro_batch * self.shape.accumulation * self.profile.num_ranks
         self.relaxation: Relaxation | None = self._relax(is_bound=True)
@@ -129,7 +137,7 @@ class ShapeSearch:
         return relax(
             self.layout,
             budget_bytes=self.budget_bytes,
-            scale_bytes=self.budget_bytes,
+            scale_bytes=self.scale_bytes,
             scale_s=self.scale_s,
             is_bound=is_bound,
         )
@@ -237,7 +245,7 @@ class ShapeSearch:
             columns,
             objective(self.layout, is_bound=False),
             budget_bytes=self.budget_bytes,
-            scale_bytes=self.budget_bytes,
+            scale_bytes=self.scale_bytes,
             scale_s=self.scale_s,
             is_relaxed=False,
         )

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from osdp_ray.errors import UsageError
+from osdp_ray.catalogue import load_hardware
+from osdp_ray.errors import InfeasibleError, UsageError
+from osdp_ray.planning import plan
+from osdp_ray.profiling import estimate
+from osdp_ray.units import KIB
 from osdp_ray.workloads.families import FAMILIES, FamilyWorkload, Stage, family
 
 
@@ -26,3 +30,12 @@ def test_a_model_of_several_widths_runs_and_widens_once_per_stage():
 def test_an_unknown_family_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match=r"no family is called 'deep'\. Use name=narrow, wide, mixed"):
         family("deep")
+
+
+@pytest.mark.parametrize("budget_bytes", [1, KIB, 64 * KIB])
+def test_a_budget_far_below_any_plan_is_told_like_any_other(budget_bytes):
+    """In units of such a budget what plans hold would be a number too large for solvers."""
+    wide = estimate(FamilyWorkload((Stage(layers=2, hidden=384),), sequence=64), load_hardware("4x-rtx4090-1gbit"))
+
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        plan(wide, budget_bytes=budget_bytes, global_batch=16)
