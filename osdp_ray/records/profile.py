@@ -7,11 +7,9 @@ and backward, each size an affine function of the micro-batch. `costs.simulate_b
 """
 
 import dataclasses
-import functools
-import itertools
-import math
 from typing import Literal
 
+from osdp_ray.records.links import Collective, GroupKind, LinkCost
 from osdp_ray.records.nodes import NodeSpeed, node_table, slow_nodes
 from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_seconds
@@ -19,8 +17,6 @@ from osdp_ray.units import format_bytes, format_seconds
 Recompute = Literal["none", "selective", "full"]
 DeviceKind = Literal["cuda", "cpu"]
 Precision = Literal["fp32", "bf16"]  # bf16: parameters stay as they are, computed with in bf16, reduced in fp32
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
-GroupKind = Literal["node", "across", "world"]
 
 # Codes of a trace's events; see SectionTrace.
 ALLOC, FREE, ENTER, EXIT, PRE_BACKWARD, POST_BACKWARD, GRADIENT, WORKSPACE, HOLD = range(9)
@@ -212,57 +208,6 @@ class PassOverhead:
 
     pass_s: float = 0.0
     sample_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinkCost:
-    """Seconds of one collective on one kind of group: about `latency_s + num_bytes / bytes_per_s`.
-
-    `num_bytes` is the size of the whole (gathered, or unreduced) tensor. `residual_fraction` is the median distance
-    of the measurements from the fit; `residuals` are all of them: bytes, and measured over fitted seconds less one.
-    `seconds` goes from one to the next in straight lines (a library changes its algorithm with the size, a switch lets
-    small messages pass at once), but never to more than twice or less than half of the fit, so that one disturbed
-    point misleads little, and never down where the size grows.
-    """
-
-    group: GroupKind
-    collective: Collective
-    latency_s: float
-    bytes_per_s: float
-    residual_fraction: float
-    residuals: tuple[tuple[int, float], ...] = ()
-
-    def seconds(self, num_bytes: int) -> float:
-        points = self._points
-        if not points:
-            return self._line(num_bytes)
-        for (size, taken_s), (next_size, next_s) in itertools.pairwise(points):
-            if size <= num_bytes <= next_size:
-                return taken_s + (next_s - taken_s) * (num_bytes - size) / (next_size - size)
-        nearest, nearest_s = points[0] if num_bytes < points[0][0] else points[-1]
-        return self._line(num_bytes) * nearest_s / self._line(nearest)
-
-    def _line(self, num_bytes: int) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-    @functools.cached_property
-    def _points(self) -> tuple[tuple[int, float], ...]:
-        """What was measured as (bytes, seconds), smoothed until no larger size is the faster one.
-
-        Neighbours that fall are pooled at their geometric mean (isotonic regression: Ayer et al. 1955).
-        """
-        pools: list[tuple[float, int]] = []  # the mean of log seconds, and of how many sizes
-        for size, residual in self.residuals:
-            factor = min(max(1 + residual, 1 / _MOST_FACTOR), _MOST_FACTOR)
-            pools.append((math.log(self._line(size) * factor), 1))
-            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                (one, count), (other, other_count) = pools[-2:]
-                pools[-2:] = [((one * count + other * other_count) / (count + other_count), count + other_count)]
-        smooth = [math.exp(mean) for mean, count in pools for _ in range(count)]
-        return tuple((size, taken_s) for (size, _), taken_s in zip(self.residuals, smooth, strict=True))
-
-
-_MOST_FACTOR = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
