@@ -6,12 +6,14 @@ import pytest
 
 from osdp_ray.costs import step_seconds
 from osdp_ray.errors import ClusterError
+from osdp_ray.modeling.structure import Structure
 from osdp_ray.planning.choices import DP, ZERO2, ZERO3, uniform_sections
-from osdp_ray.profiling.compute import fit_line
+from osdp_ray.profiling import _slowest_compute
+from osdp_ray.profiling.compute import _median_run, fit_cost, fit_line
 from osdp_ray.profiling.hooks import ChainSeconds, _overhead, pass_overhead
 from osdp_ray.profiling.interfaces import choose_interface
 from osdp_ray.records.nodes import NodeSpeed, node_table, slow_nodes
-from osdp_ray.records.profile import LinkCost, PassOverhead, Profile, UnitOverhead
+from osdp_ray.records.profile import LinkCost, PassOverhead, Profile, Section, UnitOverhead
 from osdp_ray.units import GIB
 from tests.regenerate_golden import PROFILE
 
@@ -146,3 +148,28 @@ def test_an_interface_that_is_not_there_is_named_with_the_one_to_use(monkeypatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(ClusterError, match=r"'nosuch0' on node .*no such interface.*set it to 'lo'"):
         choose_interface("127.0.0.1")
+
+
+def structure_of(*class_of_section):
+    sections = tuple(Section(name=str(i), class_index=index) for i, index in enumerate(class_of_section))
+    return Structure(classes=(), sections=sections)
+
+
+def test_what_is_in_the_way_of_another_class_in_every_run_still_counts():
+    """Three runs of three classes, each held up by 10 s in a class of its own: no median has seen it, every run has."""
+    runs = [[(11.0 if held == index else 1.0, 1.0) for index in range(3)] for held in range(3)]
+
+    found = _median_run(structure_of(0, 1, 2), runs)
+
+    assert sum(forward_s + backward_s for forward_s, backward_s in found) == pytest.approx(16.0)
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_slowest_rank_is_one_rank_and_not_the_slowest_of_each_class():
+    def rank(*seconds):
+        return [fit_cost(index, [(8, taken_s)], [(8, taken_s)], [(8, 0.0)]) for index, taken_s in enumerate(seconds)]
+
+    ranks = [rank(3.0, 1.0), rank(1.0, 2.0)]
+
+    assert _slowest_compute(structure_of(0, 1), ranks) == tuple(ranks[0])
+    assert _slowest_compute(structure_of(0, 1, 1, 1), ranks) == tuple(ranks[1])
