@@ -100,6 +100,7 @@ def traced_profile(workload: Workload, traced: Trace, *, ranks_per_node: tuple[i
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
         buffer_scratch_bytes=traced.buffer_scratch_bytes,
+        scratch=traced.scratch,
         optimizer=FUSED_ADAMW,
         compute=compute,
         links=links,

@@ -20,7 +20,6 @@ from osdp_ray.records.profile import (
     HOLD,
     ROOT,
     WORKSPACE,
-    DeviceKind,
     Profile,
     Recompute,
     SectionTrace,
@@ -136,8 +135,7 @@ class Table:
         *,
         in_backward: bool,
     ) -> Pass:
-        kind = self.profile.device_kind
-        rows = {False: _rows(trace.forward, micro_batch, kind), True: _rows(trace.backward, micro_batch, kind)}
+        rows = {False: self._rows(trace.forward, micro_batch), True: self._rows(trace.backward, micro_batch)}
         sizes = {row[2]: row[3] for row in [*rows[False], *rows[True]] if row[0] == ALLOC}
         handed = {buffer for buffer in (*trace.outputs, *trace.gradient_outputs) if buffer >= 0}
         holders: dict[int, int] = {}
@@ -169,6 +167,22 @@ class Table:
             left_bytes=_left(trace, sizes) if in_backward else 0,
         )
 
+    def _rows(self, flat: tuple[int, ...], micro_batch: int) -> list[tuple[int, int, int, int]]:
+        """Events as (code, subject, buffer, bytes) at a micro-batch; workspaces are those of a CPU's kernels."""
+        kind, scratch = self.profile.device_kind, self.profile.scratch
+        granule = GRANULE_BYTES[kind]
+        rows = []
+        for i in range(0, len(flat), 5):
+            code, subject, buffer, constant_bytes, bytes_per_sample = flat[i : i + 5]
+            num_bytes = constant_bytes + bytes_per_sample * micro_batch
+            if code == WORKSPACE:
+                if kind != "cpu":
+                    continue
+                if subject:
+                    num_bytes = scratch[subject - 1].num_bytes(micro_batch) if scratch else 0
+            rows.append((code, subject, buffer, round_up(num_bytes, granule)))
+        return rows
+
     def _special(
         self, code: int, subject: int, buffer: int, sizes: dict[int, int], operator_of: dict[int, int]
     ) -> tuple[int, int, int, int]:
@@ -198,16 +212,6 @@ def table_of(profile: Profile) -> Table:
 
 
 _TABLES: list[Table] = []
-
-
-def _rows(flat: tuple[int, ...], micro_batch: int, device_kind: DeviceKind) -> list[tuple[int, int, int, int]]:
-    """Events as (code, subject, buffer, bytes) at a micro-batch; workspaces are those of a CPU's kernels."""
-    granule = GRANULE_BYTES[device_kind]
-    return [
-        (flat[i], flat[i + 1], flat[i + 2], round_up(flat[i + 3] + flat[i + 4] * micro_batch, granule))
-        for i in range(0, len(flat), 5)
-        if flat[i] != WORKSPACE or device_kind == "cpu"
-    ]
 
 
 _HOLDERS = {ALLOC: 1, HOLD: 1, FREE: -1}

@@ -12,8 +12,9 @@ import dataclasses
 
 from osdp_ray.costs.programs import table_of
 from osdp_ray.costs.units import UnitBytes
+from osdp_ray.records.overheads import UnitOverhead
 from osdp_ray.records.plan import Choice, SectionPlan, Unit
-from osdp_ray.records.profile import GroupKind, Profile, UnitOverhead
+from osdp_ray.records.profile import GroupKind, Profile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,40 +101,42 @@ def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> UnitSec
     gather_again_s = gather_s
     if choice.keep_node_shard:
         gather_again_s = _collective(profile, "node", "all_gather", sizes.flat_bytes)
-    own = _overhead(profile, is_sharded=sizes.group_size > 1)
-    num = sizes.num_trainable
-    regather_s = copy_s + own.regather_s + num * own.regather_s_per_tensor
+    own = _overhead(profile, choice if sizes.group_size > 1 else None)
     copied_bytes = sizes.reduce_bytes or sizes.replica_peak_waited_bytes
     reduce_copy_s = copied_bytes / profile.copy_bytes_per_s
+    num = sizes.num_trainable
+    ready_s = copy_s + own.gathering_s(num, sizes.flat_bytes)
     optimizer = profile.optimizer
     reduce_s = _reduce_s(profile, choice, sizes) * factor
     is_late = sizes.group_size == 1 and profile.backend == "gloo" and not profile.overlaps
     return UnitSeconds(
         gather_forward_s=gather_s * factor,
         gather_backward_s=gather_again_s * factor if choice.regather else 0.0,
-        copy_forward_s=(copy_s + keep_s + own.forward_s + num * own.forward_s_per_tensor) * factor,
-        copy_backward_s=regather_s * factor if choice.regather else 0.0,
+        copy_forward_s=(ready_s + keep_s) * factor,
+        copy_backward_s=ready_s * factor if choice.regather else 0.0,
         reduce_s=0.0 if is_late else reduce_s,
         late_reduce_s=reduce_s if is_late else 0.0,
-        copy_reduce_s=(reduce_copy_s + own.backward_s + num * own.backward_s_per_tensor) * factor,
+        copy_reduce_s=(reduce_copy_s + own.reducing_s(num, sizes.reduce_bytes)) * factor,
         optimizer_s=sizes.gradient_bytes * optimizer.step_s_per_byte
         + num * (optimizer.step_s_per_tensor + optimizer.step_constant_s / max(1, _num_trainable(profile))),
     )
 
 
 _NO_OVERHEAD = UnitOverhead(
-    is_sharded=False,
-    forward_s=0.0,
-    forward_s_per_tensor=0.0,
-    regather_s=0.0,
-    regather_s_per_tensor=0.0,
-    backward_s=0.0,
-    backward_s_per_tensor=0.0,
+    shard_over="none",
+    gather_s=0.0,
+    gather_s_per_tensor=0.0,
+    gather_s_per_byte=0.0,
+    reduce_s=0.0,
+    reduce_s_per_tensor=0.0,
+    reduce_s_per_byte=0.0,
 )
 
 
-def _overhead(profile: Profile, *, is_sharded: bool) -> UnitOverhead:
-    return next((own for own in profile.unit_overheads if own.is_sharded == is_sharded), _NO_OVERHEAD)
+def _overhead(profile: Profile, choice: Choice | None) -> UnitOverhead:
+    """That of units of a choice, None for replicated ones."""
+    wanted = "none" if choice is None else _group(choice)
+    return next((own for own in profile.unit_overheads if own.shard_over == wanted), _NO_OVERHEAD)
 
 
 def _num_trainable(profile: Profile) -> int:

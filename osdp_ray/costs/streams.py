@@ -2,10 +2,13 @@
 
 Taking turns (`profile.overlaps` is false: gloo on CPU) a step is the sum of everything, but for gradients of replicated
 units: those are reduced late, A, in threads, while backward goes on. Computing hides them; other collectives do not,
-they share the links. With C what a section's backward computes, a queue of such reductions is, from the last section to
-the first,
+they stand behind them in the same connections. With C what a section's backward computes, a queue q of such reductions
+and what is waited for w are, from the last section to the first,
 
-    q = max(0, q - C[i] (1 + s)) + A[i]      and a micro-batch takes      ... + q + (sum A - q) s / (1 + s)
+    w = w + q, q = 0                         before a section with collectives of its own in backward
+    q = max(0, q - C[i] (1 + s)) + A[i]      and with w + q at the end for w a micro-batch takes
+
+                                                 ... + w + (sum A - w) s / (1 + s)
 
 more. Side by side (nccl) a step is
 played section by section as FSDP2 issues it, with F, B what a section's forward and backward keep the computing
@@ -83,10 +86,13 @@ def late_s(parts: Sequence[SectionSeconds], slowdown_fraction: float) -> float:
     link_s = sum(part.late_reduce_s for part in parts)
     if link_s == 0.0:
         return 0.0
-    queue_s = 0.0
+    waited_s = queue_s = 0.0
     for part in reversed(parts):
+        if part.gather_backward_s + part.reduce_s > 0.0:
+            waited_s, queue_s = waited_s + queue_s, 0.0
         queue_s = max(0.0, queue_s - part.backward_busy_s(reduces=True) * (1 + slowdown_fraction)) + part.late_reduce_s
-    return queue_s + (link_s - queue_s) * slowdown_fraction / (1 + slowdown_fraction)
+    waited_s += queue_s
+    return waited_s + (link_s - waited_s) * slowdown_fraction / (1 + slowdown_fraction)
 
 
 def overlapped_s(

@@ -37,6 +37,7 @@ from osdp_ray.execution.save_writing import SaveWriter
 from osdp_ray.execution.saves import Save, load
 from osdp_ray.execution.weights import load_weights
 from osdp_ray.modeling import user_code
+from osdp_ray.modeling.heap import keep_freed_memory
 from osdp_ray.modeling.materialize import build_on_meta
 from osdp_ray.records.plan import Plan
 from osdp_ray.records.telemetry import Sample
@@ -87,6 +88,8 @@ def _run(rank: int, config: dict[str, Any]) -> dict[str, Any]:
     import ray.train.torch
 
     device = ray.train.torch.get_device()
+    if device.type == "cpu":
+        keep_freed_memory()
     observer = config["hub"].observer(rank=rank, device_kind=device.type)
     try:
         loop = TrainLoop(

@@ -1,11 +1,12 @@
 """The program's objective: seconds of a step as sums over columns, with what depends on neighbours as rows.
 
-Taking turns, a column's seconds are its own, but for what is left of late reductions A when backward has nothing left
-to hide them, C what the backward of a section computes:
+Taking turns, a column's seconds are its own, but for what is waited for of late reductions A when backward has nothing
+to hide them, C what the backward of a section computes, 0 where it has collectives of its own, which wait for them:
 
-    q  =  the largest of all  sum(A[j], j <= i) - (1 + s) sum(C[j], j < i)
+    w  >=  all of  sum(A[j], j <= i) - (1 + s) sum(C[j], j < i)
 
-A row for a boundary of slots is exact between slots of one section, and too low by little within long ones.
+A row for a boundary of slots is exact between slots of one section where no collectives are in between, and too low by
+little within long ones.
 
 Side by side (see costs.streams), what computing does not hide of a link depends on the neighbour that hides it. With
 expo(c, k) = beside(c, k) - c = max(k - c, k s / (1 + s)) a step is
@@ -93,7 +94,7 @@ def _late(layout: Layout) -> Iterator[Exposure]:
     late = {slot: layout.menu(slot).seconds["late_reduce_s"] for slot in range(num)}
     if not any(float(found.max()) > 0 for found in late.values()):
         return
-    hides = {slot: faster * _backward(layout.menu(slot), reduces=True) for slot in range(num)}
+    hides = {slot: faster * _hiding(layout.menu(slot)) for slot in range(num)}
     rows: list[tuple[Columns, float]] = []
     spacing = -(-num // _MOST_LATE_ROWS)
     for last in range((num - 1) % spacing, num, spacing):
@@ -104,6 +105,13 @@ def _late(layout: Layout) -> Iterator[Exposure]:
         rows.append((columns, constant))
     times = sum(times for times, reduces in layout.shape.backwards if reduces)
     yield Exposure(name="late", times=times / faster, rows=tuple(rows))
+
+
+def _hiding(menu: Menu) -> Floats:
+    """What a section's backward computes, of those before which no late reduction is waited for."""
+    has_none = menu.seconds["gather_backward_s"] + menu.seconds["reduce_s"] == 0.0
+    hiding: Floats = np.where(has_none, _backward(menu, reduces=True), 0.0)
+    return hiding
 
 
 def _forward(menu: Menu) -> Floats:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from osdp_ray.costs import simulate_sections
 from osdp_ray.planning.choices import made_whole
+from osdp_ray.planning.late import added_among_its_like_s, added_by_column_s, added_s
 from osdp_ray.planning.layout import Layout, build_layout, canonical
 from osdp_ray.planning.menus import Floats
 from osdp_ray.planning.search import ROUNDING_FRACTION, Candidate, better, bytes_words, candidate
@@ -233,19 +234,15 @@ class _Polish:
             links = self._joint(named["reduce_s"] * reduces, named["gather_backward_s"])
             total = total + times * (self._beside(busy, links) if hides else busy + links)
             if reduces:
-                total = total + times * self._late_s(position, busy, named["late_reduce_s"])
+                total = total + times * added_among_its_like_s(
+                    busy, named["late_reduce_s"], links, self._slowdown, is_first=position == 0
+                )
         return total + named["optimizer_s"]
-
-    def _late_s(self, position: int, busy: Floats, late: Floats) -> Floats:
-        """What a section's late reductions add, if it hides its own; the first of all hides none."""
-        faster = 1 + self._slowdown
-        left = late if position == 0 else np.maximum(0.0, late - busy * faster)
-        return left + (late - left) * self._slowdown / faster
 
     def _in_turns_s(self, position: int) -> Floats:
         """Seconds of a pass in turns, and of all late reductions, for every column at a position."""
         menu = self.layout.menus[self.classes[position]]
-        named, faster = menu.seconds, 1 + self._slowdown
+        named = menu.seconds
         total = self.shape.accumulation * (named["forward"] + named["copy_forward_s"] + named["gather_forward_s"])
         for times, reduces in menu.shape.backwards:
             busy = _busy(named, reduces)
@@ -253,17 +250,19 @@ class _Polish:
             if not reduces:
                 continue
             total = total + times * named["reduce_s"]
+            late = named["late_reduce_s"]
             late_s = np.array([self._link(p, "late_reduce_s") for p in range(len(self.columns))])
-            if not late_s.any() and not named["late_reduce_s"].any():
+            if not late_s.any() and not late.any():
                 continue
             busy_s = np.array([self._backward(p, True) for p in range(len(self.columns))])
-            left = np.cumsum(late_s) - faster * (np.cumsum(busy_s) - busy_s)
-            changed = named["late_reduce_s"] - late_s[position]
-            queue = np.maximum(left[position] + changed, _highest(left[:position]))
-            behind = _highest(left[position + 1 :]) + changed - faster * (busy - busy_s[position])
-            queue = np.maximum(queue, behind)
-            total = total + times * (queue + (late_s.sum() + changed - queue) * self._slowdown / faster)
+            links_s = np.array([self._links_s(p) for p in range(len(self.columns))])
+            links = named["gather_backward_s"] + named["reduce_s"]
+            own, rows = (busy, late, links), (busy_s, late_s, links_s)
+            total = total + times * added_by_column_s(position, own, rows, self._slowdown)
         return total
+
+    def _links_s(self, position: int) -> float:
+        return self._link(position, "gather_backward_s") + self._link(position, "reduce_s")
 
     def _total_s(self, columns: Sequence[int]) -> float:
         """Seconds of a step with these columns."""
@@ -285,18 +284,11 @@ class _Polish:
             if not hides:
                 total += times * float((own + again + reduce * reduces).sum())
                 if reduces:
-                    total += times * self._queued_s(own, of("late_reduce_s"))
+                    total += times * added_s(own, of("late_reduce_s"), again + reduce, self._slowdown)
                 continue
             links = self._joint(np.append(reduce[1:] * reduces, 0.0), np.insert(again[:-1], 0, 0.0))
             total += times * float(again[-1] + reduce[0] * reduces + self._beside(own, links).sum())
         return total
-
-    def _queued_s(self, busy: Floats, late: Floats) -> float:
-        """costs.late_s, for arrays."""
-        faster = 1 + self._slowdown
-        before = np.concatenate(([0.0], np.cumsum(busy)[:-1]))
-        queue_s = float((np.cumsum(late) - faster * before).max())
-        return queue_s + (float(late.sum()) - queue_s) * self._slowdown / faster
 
     def _beside(self, compute: Floats | float, link: Floats | float) -> Floats:
         """costs.beside, for arrays."""

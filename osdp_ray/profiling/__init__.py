@@ -46,20 +46,20 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         opening = pool.submit(_open, cluster)  # starting processes takes as long as tracing
         try:
-            traced = trace(workload)
+            traced = trace(workload, measures_scratch=cluster.device_kind == "cpu")
         except BaseException:
             opening.result().__exit__(None, None, None)
             raise
         group = opening.result()
     try:
         largest_bytes = max(section_class.parameter_bytes for section_class in traced.structure.classes)
-        largest_bytes = min(max(largest_bytes, 4 * MIB), 64 * MIB)
+        largest_bytes = min(max(largest_bytes, 1 * MIB), 64 * MIB)
         links = measure_links(group, largest_bytes=largest_bytes, limit_s=_LINKS_LIMIT_S)
         node_links = measure_node_links(group)
         context_bytes, communicator_bytes = measure_overheads(group)
-        copy_bytes_per_s = measure_copy(group)
+        copy_bytes_per_s = measure_copy(group, largest_bytes)
         slowdown_fraction = measure_slowdown(group)
-        unit_overheads, root_s = measure_hooks(group, links, slowdown_fraction)
+        unit_overheads, root_s = measure_hooks(group, largest_bytes, copy_bytes_per_s)
         batch_s = group.run(time_batches, workload, _MICRO_BATCHES)
         arguments = (workload, traced.structure, _MICRO_BATCHES, cluster.device_kind, _COMPUTE_LIMIT_S)
         compute = group.run(measure_compute, *arguments)
@@ -84,6 +84,7 @@ def profile(workload: Workload, cluster: Cluster) -> Profile:
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
         buffer_scratch_bytes=traced.buffer_scratch_bytes,
+        scratch=traced.scratch,
         optimizer=_slowest_optimizer(optimizer),
         compute=_slowest_compute(traced.structure, compute),
         links=links,

@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from osdp_ray.errors import ClusterError, OsdpError, WorkerError
+from osdp_ray.modeling.heap import keep_freed_memory
 from osdp_ray.profiling.interfaces import choose_interface
 from osdp_ray.profiling.life import SILENCE_S, SignsOfLife
 from osdp_ray.profiling.overheads import note_context
@@ -353,6 +354,7 @@ class _Measurer:
             note_context()
         else:
             choose_interface(node_address)
+            keep_freed_memory()
         store = self._store or dist.TCPStore(
             *store_address, is_master=False, timeout=datetime.timedelta(seconds=join_timeout_s)
         )

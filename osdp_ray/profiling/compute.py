@@ -189,15 +189,18 @@ def _fit(class_index: int, rows: dict[Recompute, dict[int, _Run]]) -> ComputeCos
     def points(recompute: Recompute, direction: int) -> _Points:
         return [(micro_batch, run[class_index][direction]) for micro_batch, run in rows[recompute].items()]
 
-    backward = points("none", 1)
+    def both_s(recompute: Recompute) -> _Points:
+        return [(size, sum(run[class_index])) for size, run in rows[recompute].items()]
+
+    # Of both passes: what is to recompute costs something in forward, too.
     more = {
         recompute: [
             (micro_batch, max(0.0, seconds - plain_s))
-            for (micro_batch, seconds), (_, plain_s) in zip(points(recompute, 1), backward, strict=True)
+            for (micro_batch, seconds), (_, plain_s) in zip(both_s(recompute), both_s("none"), strict=True)
         ]
         for recompute in ("selective", "full")
     }
-    cost = fit_cost(class_index, points("none", 0), backward, more["selective"])
+    cost = fit_cost(class_index, points("none", 0), points("none", 1), more["selective"])
     full_constant_s, full_slope_s = fit_line(more["full"])
     return dataclasses.replace(cost, full_constant_s=full_constant_s, full_s_per_sample=full_slope_s)
 

@@ -49,7 +49,7 @@ def estimate(workload: Workload, hardware: Hardware) -> Profile:
     """
     _check_precision(workload, hardware)
     user_code.rehearse(workload)
-    traced = trace(workload, counts_work=True)
+    traced = trace(workload, counts_work=True, measures_scratch=hardware.device_kind == "cpu")
     slowest_copy = min(device.achieved_bytes_per_s for device in hardware.devices) / _COPY_BYTES_MOVED
     return Profile(
         workload=workload.name,
@@ -69,6 +69,7 @@ def estimate(workload: Workload, hardware: Hardware) -> Profile:
         batch_bytes_per_sample=traced.batch_bytes_per_sample,
         buffer_bytes=traced.buffer_bytes,
         buffer_scratch_bytes=traced.buffer_scratch_bytes,
+        scratch=traced.scratch,
         optimizer=optimizer_cost(workload, hardware),
         compute=compute_costs(traced.work, hardware),
         links=estimate_links(hardware),

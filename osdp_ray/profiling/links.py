@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 SMALLEST_BYTES = 64 * KIB
 LARGEST_BYTES = 64 * MIB
-COPY_BYTES = 8 * MIB
 PAIR_BYTES = 512 * KIB
 _LEAST_REPEATS, _MOST_REPEATS = 3, 9
-_IN_A_ROW = 2
+_COPY_REPEATS = 9
+_IN_A_ROW, _AT_ONCE = 2, 4
 _GROWTH = 4  # from one size to the next
 MIN_SIZES = 3  # below this many, one disturbed point would be the fit
 FREE_BYTES_PER_S = 1e15  # what no link reaches: the bandwidth where there is no cost, for JSON has no infinity
@@ -93,9 +93,9 @@ def free_links() -> tuple[LinkCost, ...]:
     )
 
 
-def measure_copy(group: "MeasuringGroup") -> float:
-    """Bytes per second at which a device copies an 8 MiB fp32 tensor to a new one, all at once; the slowest's."""
-    return min(group.run(time_copy))
+def measure_copy(group: "MeasuringGroup", num_bytes: int) -> float:
+    """Bytes per second at which a device copies an fp32 tensor of this size to a new one, by the slowest of all."""
+    return min(group.run(time_copy, num_bytes))
 
 
 def measure_node_links(group: "MeasuringGroup") -> tuple[float | None, ...]:
@@ -200,54 +200,64 @@ def time_collectives(
     }
     began_s = time.perf_counter()
     cases: list[tuple[GroupKind, Collective, int]] = []
+    tensors: dict[int, torch.Tensor] = {}
     round_s = 0.0  # of every case once
     kinds = list(itertools.product(groups, COLLECTIVES))
     for index, (kind, name) in enumerate(kinds):
         prepared_collective(name, groups[kind], SMALLEST_BYTES)[1]()  # the first call opens connections
         for position, size in enumerate(sizes):
-            num_bytes, call = prepared_collective(name, groups[kind], size)
+            num_bytes, call = prepared_collective(name, groups[kind], size, tensors)
             (warm_s,) = _agree(_seconds(call))
             cases.append((kind, name, num_bytes))
             round_s += warm_s
             share_s = limit_s * (index + 1) / len(kinds)
-            if position + 1 >= MIN_SIZES and (1 + _IN_A_ROW * _LEAST_REPEATS) * (round_s + _GROWTH * warm_s) > share_s:
+            least_rounds = 1 + _AT_ONCE * _LEAST_REPEATS
+            if position + 1 >= MIN_SIZES and least_rounds * (round_s + _GROWTH * warm_s) > share_s:
                 break
     (elapsed_s,) = _agree(time.perf_counter() - began_s)
-    repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, int((limit_s - elapsed_s) / max(_IN_A_ROW * round_s, 1e-9))))
+    repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, int((limit_s - elapsed_s) / max(_AT_ONCE * round_s, 1e-9))))
     seconds: list[list[float]] = [[] for _ in cases]
     order, shuffled = list(range(len(cases))), random.Random(0)  # alike on every rank
     for _ in range(repeats):
         shuffled.shuffle(order)
         for index in order:
             kind, name, num_bytes = cases[index]
-            seconds[index].append(_together(prepared_collective(name, groups[kind], num_bytes)[1]))
+            call = prepared_collective(name, groups[kind], num_bytes, tensors)[1]
+            is_late = (kind, name) == ("world", "all_reduce") and dist.get_backend() == "gloo"
+            taken_s = _several_at_once(groups[kind], num_bytes) if is_late else _in_a_row(call)
+            seconds[index].append(taken_s)
     return [
         Timing(group=kind, collective=name, num_bytes=num_bytes, seconds=tuple(taken))
         for (kind, name, num_bytes), taken in zip(cases, seconds, strict=True)
     ]
 
 
-def time_copy() -> float:
-    """Bytes per second of `copy_` from an fp32 tensor of COPY_BYTES to a new one, on the actor's device.
+def time_copy(num_bytes: int) -> float:
+    """Bytes per second of `copy_` from an fp32 tensor to a new one, on the actor's device.
 
-    FSDP2 makes its buffers anew each time; on a CPU the pages of large ones are then new as well, and cost more than
-    the copy.
+    FSDP2 makes its buffers anew each time. On a CPU it depends on their size and on what was freed before whether
+    their pages are new as well, which then cost more than the copy; after some rounds it is as amid training.
     """
-    source = torch.ones(COPY_BYTES // 4, device=_device())
+    source = torch.ones(num_bytes // 4, device=_device())
     rows = []
-    for _ in range(10):
+    for _ in range(3 * _COPY_REPEATS):
         _agree(0.0)
         rows.append(_seconds(lambda: torch.empty_like(source).copy_(source)))
-    return COPY_BYTES / statistics.median(rows[2:])
+    return num_bytes / statistics.median(rows[-_COPY_REPEATS:])
 
 
-def prepared_collective(name: Collective, group: dist.ProcessGroup, num_bytes: int) -> tuple[int, Callable[[], object]]:
-    """The bytes really moved (rounded up to whole fp32 shards), and the call as FSDP2 makes it."""
+def prepared_collective(
+    name: Collective, group: dist.ProcessGroup, num_bytes: int, tensors: "dict[int, torch.Tensor] | None" = None
+) -> tuple[int, Callable[[], object]]:
+    """The bytes really moved (rounded up to whole fp32 shards), and the call as FSDP2 makes it.
+
+    Calls that are given the same `tensors` share those of one size, so that many of them hold little.
+    """
     num_ranks = group.size()
     shard_numel = -(-num_bytes // (4 * num_ranks))
     numel = shard_numel * num_ranks
     device = _device()
-    whole, shard = torch.ones(numel, device=device), torch.ones(shard_numel, device=device)
+    whole, shard = (_shared_tensor(size, device, tensors) for size in (numel, shard_numel))
     scatter = RingReduceScatter() if dist.get_backend() == "gloo" else _scatter
     calls: dict[Collective, Callable[[], object]] = {
         "all_gather": lambda: dist.all_gather_single(torch.empty_like(whole), shard, group=group),
@@ -255,6 +265,15 @@ def prepared_collective(name: Collective, group: dist.ProcessGroup, num_bytes: i
         "all_reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group),
     }
     return numel * 4, calls[name]
+
+
+def _shared_tensor(numel: int, device: torch.device, tensors: "dict[int, torch.Tensor] | None") -> torch.Tensor:
+    found = None if tensors is None else tensors.get(numel)
+    if found is None:
+        found = torch.ones(numel, device=device)
+        if tensors is not None:
+            tensors[numel] = found
+    return found
 
 
 def _scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
@@ -269,15 +288,32 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def _together(call: Callable[[], object]) -> float:
-    """Seconds of one of a few in a row, which all ranks begin together: the first may find wires and queues rested."""
+def _in_a_row(call: Callable[[], object]) -> float:
+    """Seconds of one of a few, which all ranks begin together.
+
+    The first does not count: it finds wires and queues rested. In training hardly any does, for a collective returns to
+    one rank while it still goes on between others.
+    """
     _agree(0.0)
+    call()
 
     def row() -> None:
         for _ in range(_IN_A_ROW):
             call()
 
     return _seconds(row) / _IN_A_ROW
+
+
+def _several_at_once(group: dist.ProcessGroup, num_bytes: int) -> float:
+    """Seconds of one of a few reductions that run at once, as those of replicated units do over gloo."""
+    tensors = [torch.ones(-(-num_bytes // 4)) for _ in range(_AT_ONCE)]
+    _agree(0.0)
+
+    def reduce_all() -> None:
+        for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
+            work.wait()
+
+    return _seconds(reduce_all) / _AT_ONCE
 
 
 def _agree(*values: float) -> list[float]:

@@ -5,7 +5,8 @@ mark where FSDP2's own hooks would run. What fake tensors do otherwise than real
 
 - autograd accumulates a second gradient in place where it holds the only reference, but never under a dispatch mode;
   the out-of-place `add` that replaces it is undone.
-- some CPU kernels allocate a workspace inside; `workspaces.py` gives its size as a WORKSPACE event.
+- some CPU kernels allocate a workspace inside; `workspaces.py` gives its size as a WORKSPACE event, and where that
+  takes running it `scratch.py`.
 - Python numbers in products become tensors of 8 bytes, which no dispatch mode sees and autograd keeps, past any hooks
   on what is saved; `Numbers`.
 - what a block holds of its inputs, and what called it of its outputs, ends at times of its own, which depend on what
@@ -29,13 +30,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp_ray.profiling import values
 from osdp_ray.profiling.memo import Key, Memo, key_of, make, run_on_meta
+from osdp_ray.profiling.scratch import call_of, is_measured
 from osdp_ray.profiling.workspaces import FAKE_KERNELS, NUMBER_BYTES, workspace_bytes
 from osdp_ray.records.profile import ALLOC, ENTER, EXIT, FREE, GRADIENT, HOLD, POST_BACKWARD, PRE_BACKWARD, WORKSPACE
 
 
 @dataclasses.dataclass
 class Event:
-    """One event. `subject` is a module's path for hooks, a parameter's for GRADIENT; `buffer` is a running number."""
+    """One event. `buffer` is a running number; `subject` a module's path for hooks, a parameter's for GRADIENT, and
+    the operation's call of a WORKSPACE that has to be measured (see scratch).
+    """
 
     code: int
     buffer: int = -1
@@ -142,7 +146,10 @@ class Recorder(TorchDispatchMode):
             for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     new += self._see(leaf)
-            self.events += [Event(code=WORKSPACE, num_bytes=num_bytes) for num_bytes in workspace]
+            if is_measured(function, args):
+                self.events.append(Event(code=WORKSPACE, subject=call_of(function, args, kwargs)))
+            else:
+                self.events += [Event(code=WORKSPACE, num_bytes=num_bytes) for num_bytes in workspace]
             if in_place and new:
                 self._merge(args[0], new[0])
             if self.watch is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from osdp_ray.errors import TraceError
 from osdp_ray.modeling.structure import Structure
 from osdp_ray.profiling.recorder import BACKWARD, Event
+from osdp_ray.profiling.scratch import Kernels
 from osdp_ray.records.profile import (
     ALLOC,
     ENTER,
@@ -45,16 +46,35 @@ class Run:
 
 
 def join_runs(
-    recomputes: Mapping[str, Recompute], runs: list[list[Event]], micro_batches: tuple[int, ...], *, is_sampled: bool
+    recomputes: Mapping[str, Recompute],
+    runs: list[list[Event]],
+    micro_batches: tuple[int, ...],
+    kernels: Kernels,
+    *,
+    is_sampled: bool,
 ) -> Run:
     """One Run of two that differ in the micro-batch alone. Raises TraceError where they differ in more than sizes.
 
     Runs that are `is_sampled` may differ, as values decide. A size that is not linear in the micro-batch is then the
-    most per sample that was seen; where they do other operations, the larger run stands for all.
+    most per sample that was seen; where they do other operations, the larger run stands for all. What is to be measured
+    of operations gets its number in `kernels`.
     """
-    if is_sampled and _operations(runs[0]) != _operations(runs[1]):
-        return Run(recomputes=recomputes, events=runs[1], sizes=_sizes_of_one(runs[1], micro_batches[1]))
-    return Run(recomputes=recomputes, events=runs[0], sizes=_affine_sizes(runs, micro_batches, is_sampled))
+    small, large = runs
+    if is_sampled and _operations(small) != _operations(large):
+        events, sizes = _numbered(large, large, kernels), _sizes_of_one(large, micro_batches[1])
+    else:
+        events, sizes = _numbered(small, large, kernels), _affine_sizes(runs, micro_batches, is_sampled)
+    return Run(recomputes=recomputes, events=events, sizes=sizes)
+
+
+def _numbered(small: list[Event], large: list[Event], kernels: Kernels) -> list[Event]:
+    """The first of two runs, with the numbers of kernels in the place of their calls."""
+    return [
+        dataclasses.replace(event, subject=kernels.number(event.subject, other.subject))
+        if event.code == WORKSPACE and event.subject is not None
+        else event
+        for event, other in zip(small, large, strict=False)
+    ]
 
 
 def cut_sections(structure: Structure, run: Run) -> list[SectionTrace]:
@@ -164,7 +184,7 @@ def _affine_sizes(runs: list[list[Event]], micro_batches: tuple[int, ...], is_sa
 
 
 def _operations(events: list[Event]) -> list[tuple[int, int, object]]:
-    return [(event.code, event.buffer, event.subject) for event in events]
+    return [(event.code, event.buffer, None if event.code == WORKSPACE else event.subject) for event in events]
 
 
 def _sizes_of_one(events: list[Event], micro_batch: int) -> list[tuple[int, int]]:
@@ -300,7 +320,7 @@ class _Cutter:
                 if event.buffer in slots:
                     rows += (event.code, 0, slots[event.buffer], constant, per_sample)
             elif event.code == WORKSPACE:
-                rows += (event.code, 0, 0, constant, per_sample)
+                rows += (event.code, event.subject or 0, 0, constant, per_sample)
             elif event.code == GRADIENT:
                 if event.buffer in slots:
                     subject = _relative(self.parameters[event.subject], class_index)

@@ -27,6 +27,7 @@ from osdp_ray.modeling.structure import (
 )
 from osdp_ray.modeling.stubs import block_rows, stand_ins, stubbed
 from osdp_ray.profiling.recorder import Recorder
+from osdp_ray.profiling.scratch import Kernels
 from osdp_ray.profiling.sections import (
     Run,
     cut_sections,
@@ -39,6 +40,7 @@ from osdp_ray.profiling.sections import (
 from osdp_ray.profiling.subject import Subject
 from osdp_ray.profiling.work import Counter, SectionWork, cut_work
 from osdp_ray.records.profile import Recompute, SectionTrace
+from osdp_ray.records.scratch import KernelScratch
 from osdp_ray.workload import Workload
 
 _MICRO_BATCHES = (2, 3)
@@ -51,7 +53,7 @@ class Trace:
     """What a trace found: see SectionTrace for `traces`; `buffer_bytes` are the model's own buffers.
 
     `evaluation` are forward passes without gradients. `work` holds what `traces` has a trace of, where work was
-    counted.
+    counted. `scratch` is what `traces` and the others refer to by number, on this machine's CPU.
     """
 
     structure: Structure
@@ -63,15 +65,18 @@ class Trace:
     alone: tuple[SectionTrace, ...] = ()
     alone_evaluation: tuple[SectionTrace, ...] = ()
     work: tuple[SectionWork, ...] = ()
+    scratch: tuple[KernelScratch, ...] = ()
 
 
-def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
+def trace(workload: Workload, *, counts_work: bool = False, measures_scratch: bool = True) -> Trace:
     """Traces a workload's model; needs neither a device nor the model's memory. Raises TraceError naming the module,
     and WorkloadError where the user's own code is wrong.
 
     Where the workload is to be measured, real tensors run instead, on this machine's CPU: of every row of equal blocks
     the few that run are held whole, and sizes that depend on values are the highest seen.
-    With `counts_work` the floating-point operations and the bytes of every operation are counted, too.
+    With `counts_work` the floating-point operations and the bytes of every operation are counted, too. Kernels of
+    16-bit floats whose scratch no formula tells run once each (see profiling.scratch), unless `measures_scratch` is
+    off, which is for GPUs: theirs is none of a CPU's.
     """
     model, scratch_bytes = build_with_scratch(workload)
     for name, parameter in model.named_parameters():
@@ -103,6 +108,7 @@ def trace(workload: Workload, *, counts_work: bool = False) -> Trace:
         buffer_bytes=buffer_bytes,
         buffer_scratch_bytes=buffer_scratch_bytes,
         work=found.work(structure),
+        scratch=found.kernels.measure() if measures_scratch else (),
     )
 
 
@@ -147,6 +153,7 @@ class _Found:
 
     def __init__(self, batches: list[Any], counts_work: bool, is_sampled: bool) -> None:
         self.batches, self.counts_work, self.is_sampled = batches[:-1], counts_work, is_sampled
+        self.kernels = Kernels(_MICRO_BATCHES)
         self.single: Any = batches[-1]  # None where the model does not run it, such as batch norm
         self.single_runs: list[Run] = []
         self.single_evaluations: list[Run] = []
@@ -186,7 +193,7 @@ class _Found:
 
     def _join(self, recomputes: Mapping[str, Recompute], recorders: list[Recorder]) -> Run:
         events = [recorder.events for recorder in recorders]
-        return join_runs(recomputes, events, _MICRO_BATCHES, is_sampled=self.is_sampled)
+        return join_runs(recomputes, events, _MICRO_BATCHES, self.kernels, is_sampled=self.is_sampled)
 
     def evaluation(self, structure: Structure) -> tuple[SectionTrace, ...]:
         found = [item for run in self.evaluations for item in cut_sections(structure, run)]

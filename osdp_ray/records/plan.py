@@ -5,11 +5,11 @@ import itertools
 from typing import Literal
 
 from osdp_ray.errors import PlanMismatchError
+from osdp_ray.records.overheads import ShardOver
 from osdp_ray.records.profile import Precision, Profile, Recompute, Section
 from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import MIB, format_bytes, format_percent, format_seconds
 
-ShardOver = Literal["none", "node", "world"]
 Synchronise = Literal["every", "last"]  # which micro-batches of a step reduce their gradients
 ScatterGroup = Literal["shared", "own"]  # whether reductions share the gathers' communicator
 

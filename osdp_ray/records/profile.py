@@ -11,6 +11,8 @@ from typing import Literal
 
 from osdp_ray.records.links import Collective, GroupKind, LinkCost
 from osdp_ray.records.nodes import NodeSpeed, node_table, slow_nodes
+from osdp_ray.records.overheads import NO_PASS_OVERHEAD, PassOverhead, UnitOverhead
+from osdp_ray.records.scratch import KernelScratch
 from osdp_ray.schema import Record, format_table, record
 from osdp_ray.units import format_bytes, format_seconds
 
@@ -117,7 +119,8 @@ class SectionTrace:
     ENTER, EXIT     of a module's forward, PRE_BACKWARD, POST_BACKWARD of its backward, where FSDP2's hooks run;
                     `subject` is an operator's index, SECTION or ROOT
     GRADIENT        the buffer now holds the gradient of the parameter `subject`, and FSDP2 decides when it is freed
-    WORKSPACE       allocated and freed inside one operation
+    WORKSPACE       allocated and freed inside one operation; `subject` is 0, or n where its bytes are those of the
+                    profile's n-th `scratch`
 
     Own buffers count from 0. `-(2 k + 1)` is the k-th of the previous section's `outputs`, `-(2 k + 2)` the k-th of
     the next section's `gradient_outputs`. `outputs` are buffers of the forward that a later section holds or frees,
@@ -185,32 +188,6 @@ class ComputeCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnitOverhead:
-    """Seconds that FSDP2 spends on one unit beside its collectives and copies: hooks, views, DTensors made anew.
-
-    Each has a part per unit and one per parameter tensor. `forward_...` before and after its forward, `regather_...`
-    more in backward where it was freed, `backward_...` in backward, the making of gradients included. Units whose
-    parameters are sharded take another way through FSDP2 than replicated ones.
-    """
-
-    is_sharded: bool
-    forward_s: float
-    forward_s_per_tensor: float
-    regather_s: float
-    regather_s_per_tensor: float
-    backward_s: float
-    backward_s_per_tensor: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PassOverhead:
-    """Seconds of a micro-batch beside its sections: FSDP2's root (`pass_s`), and making the batch (`sample_s` each)."""
-
-    pass_s: float = 0.0
-    sample_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What telemetry taught about a profile's predictions: 0 and 1 before any.
 
@@ -233,7 +210,7 @@ def start_calibration(device_kind: DeviceKind) -> Calibration:
     return Calibration(reserved_fraction=RESERVED_START_FRACTION if device_kind == "cuda" else 0.0)
 
 
-@record("profile", version=3)
+@record("profile", version=4)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile(Record):
     """Everything `plan` needs to know of a model on a cluster.
@@ -244,7 +221,8 @@ class Profile(Record):
     `1 + overlap_slowdown_fraction` times as long (0 in an estimate). `context_bytes` and
     `communicator_bytes` are what the process holds of a device outside the allocator of tensors: driver, kernels and
     libraries; NCCL's buffers. `buffer_scratch_bytes` is the most that is held beside a buffer of the model while it is
-    filled. `unit_overheads` is empty where a GPU computes: the hooks run ahead of it. `nodes` and `cluster_hash` are
+    filled. `scratch` is what kernels hold that had to be run to know; WORKSPACE events count them from 1.
+    `unit_overheads` is empty where a GPU computes: the hooks run ahead of it. `nodes` and `cluster_hash` are
     empty in an estimate.
     """
 
@@ -273,8 +251,9 @@ class Profile(Record):
     context_bytes: int = 0
     communicator_bytes: int = 0
     buffer_scratch_bytes: int = 0
+    scratch: tuple[KernelScratch, ...] = ()
     unit_overheads: tuple[UnitOverhead, ...] = ()
-    pass_overhead: PassOverhead = PassOverhead()
+    pass_overhead: PassOverhead = NO_PASS_OVERHEAD
     nodes: tuple[NodeSpeed, ...] = ()
     cluster_hash: str = ""
 

@@ -129,7 +129,7 @@ def test_every_collective_is_measured_inside_the_nodes_across_them_and_over_the_
         assert link.latency_s >= 0
         assert 0 < link.seconds(4 * MIB) < 60
         assert link.residual_fraction >= 0
-    assert 0 < measure_copy(group) < FREE_BYTES_PER_S
+    assert 0 < measure_copy(group, 4 * MIB) < FREE_BYTES_PER_S
     assert all(len(link.residuals) >= 3 for link in links)
     assert all(0 < speed < FREE_BYTES_PER_S for speed in measure_node_links(group))
     assert 0 <= measure_slowdown(group) < 1000

@@ -88,7 +88,7 @@ def test_a_profile_names_the_node_whose_link_and_cores_are_slow(bed, tmp_path):
     assert any("node node2 (10.77.0.3)" in text and ": link" in text for text in slow), slow
     assert any("node node2 (10.77.0.3)" in text and "computes" in text for text in slow), slow
     assert all(text in found["found"]["table"] for text in slow)
-    assert profile.unit_overheads
+    assert {own.shard_over for own in profile.unit_overheads} == {"none", "world"}
     assert all(link.residuals for link in profile.links)
     assert_no_actor_stays(bed)
 

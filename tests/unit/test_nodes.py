@@ -4,16 +4,17 @@ import dataclasses
 
 import pytest
 
-from osdp_ray.costs import step_seconds
+from osdp_ray.costs import step_seconds, table_of
 from osdp_ray.errors import ClusterError
 from osdp_ray.modeling.structure import Structure
-from osdp_ray.planning.choices import DP, ZERO2, ZERO3, uniform_sections
+from osdp_ray.planning.choices import DP, HSDP, ZERO2, ZERO3, uniform_sections
 from osdp_ray.profiling import _slowest_compute
 from osdp_ray.profiling.compute import _median_run, fit_cost, fit_line
-from osdp_ray.profiling.hooks import ChainSeconds, _overhead, pass_overhead
+from osdp_ray.profiling.hooks import ChainSeconds, pass_overhead, unit_overhead
 from osdp_ray.profiling.interfaces import choose_interface
 from osdp_ray.records.nodes import NodeSpeed, node_table, slow_nodes
-from osdp_ray.records.profile import LinkCost, PassOverhead, Profile, Section, UnitOverhead
+from osdp_ray.records.overheads import PassOverhead, UnitOverhead
+from osdp_ray.records.profile import Profile, Section
 from osdp_ray.units import GIB
 from tests.regenerate_golden import PROFILE
 
@@ -59,31 +60,62 @@ def total_s(profile, choice, *, accumulation=1):
 
 OVERHEADS = tuple(
     UnitOverhead(
-        is_sharded=is_sharded,
-        forward_s=scale * 1.0,
-        forward_s_per_tensor=scale * 0.01,
-        regather_s=scale * 0.5,
-        regather_s_per_tensor=0.0,
-        backward_s=scale * 2.0,
-        backward_s_per_tensor=scale * 0.1,
+        shard_over=shard_over,
+        gather_s=scale * 1.0,
+        gather_s_per_tensor=scale * 0.01,
+        gather_s_per_byte=scale * 1e-4,
+        reduce_s=scale * 2.0,
+        reduce_s_per_tensor=scale * 0.1,
+        reduce_s_per_byte=scale * 1e-3,
     )
-    for is_sharded, scale in ((False, 1.0), (True, 10.0))
+    for shard_over, scale in (("none", 1.0), ("world", 10.0), ("node", 100.0))
 )
 
 
 def test_what_fsdp2_takes_for_its_units_is_in_the_step():
     bare = Profile.load(PROFILE)
     with_hooks = dataclasses.replace(bare, unit_overheads=OVERHEADS)
-    sections = uniform_sections(bare, ZERO2, "none")
-    num_units = sum(len(section.units) for section in sections)
-    num_tensors = sum(len(bare.classes[s.class_index].parameters) for s in bare.sections)
 
     def more(choice):
         return total_s(with_hooks, choice) - total_s(bare, choice)
 
-    assert more(ZERO2) == pytest.approx(10 * (3.0 * num_units + 0.11 * num_tensors))
-    assert more(ZERO3) == pytest.approx(more(ZERO2) + 10 * 0.5 * num_units)
-    assert more(DP) == pytest.approx(3.5 * num_units + 0.11 * num_tensors)  # copies its parameters again in backward
+    sections = uniform_sections(bare, ZERO2, "none")
+    num_units = sum(len(section.units) for section in sections)
+    num_tensors = sum(len(bare.classes[s.class_index].parameters) for s in bare.sections)
+    sizes = [
+        table_of(bare).unit_bytes(described.class_index, unit)
+        for section, described in zip(sections, bare.sections, strict=True)
+        for unit in section.units
+    ]
+    gather_s = 1.0 * num_units + 0.01 * num_tensors
+    reduce_s = 2.0 * num_units + 0.1 * num_tensors
+    flat_s = 1e-4 * sum(size.flat_bytes for size in sizes)
+    reduced_s = 1e-3 * sum(size.reduce_bytes for size in sizes)
+    assert flat_s > 0
+    assert more(ZERO2) == pytest.approx(10 * (gather_s + flat_s + reduce_s + reduced_s))
+    assert more(ZERO3) == pytest.approx(more(ZERO2) + 10 * (gather_s + flat_s))
+    assert more(DP) == pytest.approx(2 * gather_s + reduce_s)  # makes its parameters ready again in backward
+
+
+def test_units_shared_inside_nodes_have_an_overhead_of_their_own():
+    inside = dataclasses.replace(
+        Profile.load(PROFILE),
+        ranks_per_node=(2, 2),
+        links=tuple(
+            dataclasses.replace(link, group=kind)
+            for link in Profile.load(PROFILE).links
+            if link.group == "world"
+            for kind in ("world", "node", "across")
+        ),
+    )
+    overheads = {own.shard_over: own for own in OVERHEADS}
+
+    def more(kind, choice):
+        return total_s(dataclasses.replace(inside, unit_overheads=(overheads[kind],)), choice) - total_s(inside, choice)
+
+    assert more("node", HSDP) > 0
+    assert more("world", HSDP) == more("node", ZERO3) == 0
+    assert more("node", HSDP) == pytest.approx(10 * more("world", ZERO3))
 
 
 def test_a_pass_and_a_step_take_their_constants_once():
@@ -96,34 +128,39 @@ def test_a_pass_and_a_step_take_their_constants_once():
         assert total_s(with_step, ZERO3, accumulation=accumulation) == pytest.approx(plain_s + 7.0)
 
 
-@pytest.mark.parametrize("truth", OVERHEADS, ids=["replicated", "sharded"])
-def test_chains_of_small_units_give_back_what_they_were_made_of(truth):
-    is_sharded, slowdown = truth.is_sharded, 1.5
-    gather, scatter, reduce = links = tuple(
-        LinkCost(group="world", collective=name, latency_s=latency_s, bytes_per_s=1e6, residual_fraction=0.0)
-        for name, latency_s in (("all_gather", 0.02), ("reduce_scatter", 0.03), ("all_reduce", 0.04))
-    )
-    chains = {}
-    for regather in (False, True):
-        for number in (1, 9):
-            num_bytes = 16 * number
-            gather_s = gather.seconds(num_bytes) if is_sharded else 0.0
-            # computing hides the reduction of a replicated unit, but for what it is slowed
-            hidden = 1.0 if is_sharded else slowdown / (1 + slowdown)
-            reduce_s = (scatter if is_sharded else reduce).seconds(num_bytes) * hidden
-            again = truth.regather_s + number * truth.regather_s_per_tensor + gather_s
-            chains[is_sharded, regather, number] = ChainSeconds(
-                num_bytes=num_bytes,
-                forward_s=truth.forward_s + number * truth.forward_s_per_tensor + gather_s,
-                backward_s=truth.backward_s
-                + number * truth.backward_s_per_tensor
-                + reduce_s
-                + (again if regather else 0.0),
-            )
+@pytest.mark.parametrize("truth", OVERHEADS, ids=["replicated", "world", "node"])
+def test_chains_of_units_give_back_what_they_were_made_of(truth):
+    copy_bytes_per_s = 5e3
 
-    found = dataclasses.asdict(_overhead(chains, is_sharded, links, slowdown))
+    def chain(num_tensors, num_bytes, others_s=0.0):
+        return ChainSeconds(
+            shard_over=truth.shard_over,
+            num_tensors=num_tensors,
+            num_bytes=num_bytes,
+            gather_s=others_s + truth.gathering_s(num_tensors, num_bytes) + num_bytes / copy_bytes_per_s,
+            reduce_s=others_s + truth.reducing_s(num_tensors, num_bytes) + num_bytes / copy_bytes_per_s,
+        )
 
-    assert found == pytest.approx(dataclasses.asdict(truth), abs=1e-9)
+    chains = [chain(1, 16), chain(9, 16)]
+    found = unit_overhead(chains, copy_bytes_per_s)
+    assert (found.gather_s_per_byte, found.reduce_s_per_byte) == (0.0, 0.0)
+    assert found.gathering_s(5, 0) == pytest.approx(chain(5, 16).gather_s)
+    assert found.reducing_s(5, 0) == pytest.approx(chain(5, 16).reduce_s)
+
+    found = unit_overhead([*chains, chain(1, 16, 3.0), chain(1, 4096, 3.0)], copy_bytes_per_s)
+    assert found.gather_s_per_byte == pytest.approx(truth.gather_s_per_byte)
+    assert found.reduce_s_per_byte == pytest.approx(truth.reduce_s_per_byte)
+    assert found.reducing_s(9, 16) == pytest.approx(chain(9, 16).reduce_s)
+
+
+def test_no_part_of_an_overhead_is_below_zero():
+    few = ChainSeconds(shard_over="world", num_bytes=16, num_tensors=1, gather_s=-1.0, reduce_s=2.0)
+    many = dataclasses.replace(few, num_tensors=9, gather_s=-2.0, reduce_s=1.0)
+    large = dataclasses.replace(few, num_bytes=4096, gather_s=-3.0)
+    found = dataclasses.asdict(unit_overhead([few, many, few, large], 1e9))
+    assert found.pop("shard_over") == "world"
+    assert found.pop("reduce_s") == 2.0
+    assert set(found.values()) == {0.0}
 
 
 def test_making_batches_is_the_slowest_ranks_line():
