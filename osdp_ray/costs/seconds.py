@@ -24,6 +24,7 @@ class UnitSeconds:
     gather_...  on the link, before forward and before backward; copy_... out of flat buffers, in the same passes
     reduce_s    on the link, after backward; copy_reduce_s into flat buffers; FSDP2's own seconds are in the copies
     late_reduce_s  a reduction that runs while backward goes on, where others take turns with it (modeling.replicas)
+    behind_late_s  of gather_backward_s and reduce_s what goes the way of late reductions, and waits for those before it
     """
 
     gather_forward_s: float = 0.0
@@ -33,6 +34,7 @@ class UnitSeconds:
     reduce_s: float = 0.0
     copy_reduce_s: float = 0.0
     late_reduce_s: float = 0.0
+    behind_late_s: float = 0.0
     optimizer_s: float = 0.0
 
 
@@ -109,6 +111,8 @@ def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> UnitSec
     optimizer = profile.optimizer
     reduce_s = _reduce_s(profile, choice, sizes) * factor
     is_late = sizes.group_size == 1 and profile.backend == "gloo" and not profile.overlaps
+    in_world = sizes.group_size > 1 and choice.shard_over == "world"
+    again_in_world_s = gather_again_s if choice.regather and not choice.keep_node_shard else 0.0
     return UnitSeconds(
         gather_forward_s=gather_s * factor,
         gather_backward_s=gather_again_s * factor if choice.regather else 0.0,
@@ -116,6 +120,7 @@ def _unit_seconds(profile: Profile, choice: Choice, sizes: UnitBytes) -> UnitSec
         copy_backward_s=ready_s * factor if choice.regather else 0.0,
         reduce_s=0.0 if is_late else reduce_s,
         late_reduce_s=reduce_s if is_late else 0.0,
+        behind_late_s=again_in_world_s * factor + reduce_s if in_world else 0.0,
         copy_reduce_s=(reduce_copy_s + own.reducing_s(num, sizes.reduce_bytes)) * factor,
         optimizer_s=sizes.gradient_bytes * optimizer.step_s_per_byte
         + num * (optimizer.step_s_per_tensor + optimizer.step_constant_s / max(1, _num_trainable(profile))),

@@ -1,11 +1,11 @@
 """The step simulator, seconds: what a step takes, with computation and communication taking turns or side by side.
 
 Taking turns (`profile.overlaps` is false: gloo on CPU) a step is the sum of everything, but for gradients of replicated
-units: those are reduced late, A, in threads, while backward goes on. Computing hides them; other collectives do not,
-they stand behind them in the same connections. With C what a section's backward computes, a queue q of such reductions
-and what is waited for w are, from the last section to the first,
+units: those are reduced late, A, in threads, while backward goes on. Computing hides them; other collectives do not:
+those over the world stand behind them in the same connections. With C what a section's backward computes, a queue q of
+such reductions and what is waited for w are, from the last section to the first,
 
-    w = w + q, q = 0                         before a section with collectives of its own in backward
+    w = w + q, q = 0                         before a section with collectives over the world in backward
     q = max(0, q - C[i] (1 + s)) + A[i]      and with w + q at the end for w a micro-batch takes
 
                                                  ... + w + (sum A - w) s / (1 + s)
@@ -88,7 +88,7 @@ def late_s(parts: Sequence[SectionSeconds], slowdown_fraction: float) -> float:
         return 0.0
     waited_s = queue_s = 0.0
     for part in reversed(parts):
-        if part.gather_backward_s + part.reduce_s > 0.0:
+        if part.behind_late_s > 0.0:
             waited_s, queue_s = waited_s + queue_s, 0.0
         queue_s = max(0.0, queue_s - part.backward_busy_s(reduces=True) * (1 + slowdown_fraction)) + part.late_reduce_s
     waited_s += queue_s

@@ -1,7 +1,7 @@
 """The program's objective: seconds of a step as sums over columns, with what depends on neighbours as rows.
 
 Taking turns, a column's seconds are its own, but for what is waited for of late reductions A when backward has nothing
-to hide them, C what the backward of a section computes, 0 where it has collectives of its own, which wait for them:
+to hide them, C what the backward of a section computes, 0 where it has collectives of its own that wait for them:
 
     w  >=  all of  sum(A[j], j <= i) - (1 + s) sum(C[j], j < i)
 
@@ -109,7 +109,7 @@ def _late(layout: Layout) -> Iterator[Exposure]:
 
 def _hiding(menu: Menu) -> Floats:
     """What a section's backward computes, of those before which no late reduction is waited for."""
-    has_none = menu.seconds["gather_backward_s"] + menu.seconds["reduce_s"] == 0.0
+    has_none = menu.seconds["behind_late_s"] == 0.0
     hiding: Floats = np.where(has_none, _backward(menu, reduces=True), 0.0)
     return hiding
 

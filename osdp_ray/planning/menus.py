@@ -347,6 +347,7 @@ _NO_FIGURES: dict[str, float] = dict.fromkeys(
         "reduce_s",
         "copy_reduce_s",
         "late_reduce_s",
+        "behind_late_s",
         "optimizer_s",
     ),
     0.0,

@@ -235,7 +235,7 @@ class _Polish:
             total = total + times * (self._beside(busy, links) if hides else busy + links)
             if reduces:
                 total = total + times * added_among_its_like_s(
-                    busy, named["late_reduce_s"], links, self._slowdown, is_first=position == 0
+                    busy, named["late_reduce_s"], named["behind_late_s"], self._slowdown, is_first=position == 0
                 )
         return total + named["optimizer_s"]
 
@@ -255,14 +255,10 @@ class _Polish:
             if not late_s.any() and not late.any():
                 continue
             busy_s = np.array([self._backward(p, True) for p in range(len(self.columns))])
-            links_s = np.array([self._links_s(p) for p in range(len(self.columns))])
-            links = named["gather_backward_s"] + named["reduce_s"]
-            own, rows = (busy, late, links), (busy_s, late_s, links_s)
+            behind_s = np.array([self._link(p, "behind_late_s") for p in range(len(self.columns))])
+            own, rows = (busy, late, named["behind_late_s"]), (busy_s, late_s, behind_s)
             total = total + times * added_by_column_s(position, own, rows, self._slowdown)
         return total
-
-    def _links_s(self, position: int) -> float:
-        return self._link(position, "gather_backward_s") + self._link(position, "reduce_s")
 
     def _total_s(self, columns: Sequence[int]) -> float:
         """Seconds of a step with these columns."""
@@ -284,7 +280,7 @@ class _Polish:
             if not hides:
                 total += times * float((own + again + reduce * reduces).sum())
                 if reduces:
-                    total += times * added_s(own, of("late_reduce_s"), again + reduce, self._slowdown)
+                    total += times * added_s(own, of("late_reduce_s"), of("behind_late_s"), self._slowdown)
                 continue
             links = self._joint(np.append(reduce[1:] * reduces, 0.0), np.insert(again[:-1], 0, 0.0))
             total += times * float(again[-1] + reduce[0] * reduces + self._beside(own, links).sum())
