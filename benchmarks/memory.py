@@ -20,7 +20,6 @@ from typing import Any
 
 # One thread: workspaces of CPU kernels grow with the threads, and a worker computes with one. Before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")  # above it, bf16 products hold what differs by processor
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -176,6 +176,10 @@ class SplitOperator(nn.Module):
         return x.reshape(-1, x.shape[-1])
 
     @staticmethod
+    def num_rows(x: torch.Tensor) -> int:
+        return x.shape[0]
+
+    @staticmethod
     def add(part: "_Slice", x: torch.Tensor, out: torch.Tensor, *, is_first: bool) -> None:
         """Adds a slice's share to the output, which the first one also initialises."""
         raise NotImplementedError
@@ -260,11 +264,15 @@ class SplitEmbedding(SplitOperator):
 
     @staticmethod
     def _flat(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(-1)
+        return x  # a flat copy of indices that were expanded would be kept until backward
+
+    @staticmethod
+    def num_rows(x: torch.Tensor) -> int:
+        return x.numel()
 
     @staticmethod
     def add(part: "_Slice", x: torch.Tensor, out: torch.Tensor, *, is_first: bool) -> None:
-        torch.index_select(part.weight, 0, x, out=out[:, part.columns])
+        torch.index_select(part.weight, 0, x.reshape(-1), out=out[:, part.columns])
 
     @staticmethod
     def add_grad_x(part: "_Slice", grad: torch.Tensor, grad_x: torch.Tensor, *, is_first: bool) -> None:
@@ -309,8 +317,8 @@ class _Slice(nn.Module):
         return work.out
 
     def saved(self, x: torch.Tensor) -> torch.Tensor:
-        """What backward needs to be kept: the input for the weight's gradient. Where that is frozen torch keeps the
-        weight, and something must be: recomputation stops at the last of what was kept."""
+        """What backward needs: the input for the weight's gradient. Where that is frozen torch keeps the weight, and
+        something must be kept: recomputation stops at the last of it."""
         return x if self.weight.requires_grad else x.new_empty(0)
 
 
@@ -357,7 +365,7 @@ class _Add(torch.autograd.Function):
         ctx.part, ctx.work = part, work
         ctx.x_shape = None if x is None else x.shape  # of the first slice, which alone is given it
         if out is None:
-            out = weight.new_empty(work.x.shape[0], part.of.out_features)
+            out = weight.new_empty(part.of.num_rows(work.x), part.of.out_features)
         else:
             ctx.mark_dirty(out)
         part.of.add(part, work.x, out, is_first=is_first)

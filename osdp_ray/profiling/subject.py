@@ -152,7 +152,7 @@ class Subject:
                     return
                 recorder.mark(BACKWARD, "")
                 with calling("loss", doing="raised in backward", passes=_is_of_fakes):
-                    _run_backward(loss / 1)  # the worker divides too, for accumulation
+                    _run_backward(loss / 1, recorder)  # the worker divides too, for accumulation
                 del loss
         except WorkloadError as error:
             module = self._failing_module(error.__cause__)
@@ -193,9 +193,12 @@ def _is_of_fakes(error: BaseException) -> bool:
     return isinstance(error, _FAKE_ERRORS) and _FAKE_WORDS.search(str(error).lower()) is not None
 
 
-def _run_backward(loss: torch.Tensor) -> None:
-    """`loss.backward()`, without leaving `Numbers`, which must see what is recomputed (torch 2.13's own call)."""
+def _run_backward(loss: torch.Tensor, recorder: Recorder) -> None:
+    """`loss.backward()`, without leaving `Numbers`, which must see what is recomputed (torch 2.13's own call).
+
+    What lives on when it returns does so while FSDP2 ends its own backward, whoever lets go of it then.
+    """
     engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    seed = torch.ones_like(loss)
+    engine.run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    recorder.recording = False

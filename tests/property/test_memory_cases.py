@@ -21,6 +21,8 @@ def chosen_cases():
         draws = [draw for draw in DRAWS if draw.model == model and draw.num_ranks <= 64]
         yield next((draw for draw in draws if draw.is_plain == bool(number % 2)), draws[0])
     yield next(draw for draw in DRAWS if draw.num_ranks == 1024 and draw.model == "gpt")
+    yield DRAWS[50]  # slices of an embedding whose indices are expanded: nobody keeps a flat copy of them
+    yield DRAWS[153]  # a replicated model without blocks, reduced while the loss still lives
 
 
 UNDER_FRACTION, OVER_FRACTION = 0.001, 0.006

@@ -1,11 +1,15 @@
 """Seconds of a step, with communication taking turns with computation or beside it."""
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 
 from osdp_ray.costs import SectionSeconds, beside, overlapped_s, section_seconds, step_seconds
-from osdp_ray.planning.choices import DP, ZERO2, ZERO3, uniform_sections
+from osdp_ray.costs.streams import late_s
+from osdp_ray.planning.choices import DP, HSDP, ZERO2, ZERO3, uniform_sections
+from osdp_ray.planning.late import added_among_its_like_s, added_by_column_s, added_s
 from tests.random_profiles import base_profile
 
 SHAPE = {"micro_batch": 2, "accumulation": 2}
@@ -89,3 +93,63 @@ def test_gradients_that_are_reduced_in_the_last_micro_batch_only_cost_one_reduct
         )
     )
     assert every - last == pytest.approx(reduction)
+
+
+def late(backward, late, behind=0.0):
+    """A section whose backward computes so long, then starts reductions that end late."""
+    return dataclasses.replace(part(forward=0.0, backward=backward), late_reduce_s=late, behind_late_s=behind)
+
+
+def test_computing_hides_late_reductions_but_for_those_of_the_first_section():
+    assert late_s([late(2.0, 1.0)] * 3, 0.0) == 1.0
+    assert late_s([late(2.0, 3.0)] * 3, 0.0) == 3.0 + 1.0 + 1.0
+    assert late_s([late(2.0, 3.0)] * 3, 0.5) == pytest.approx(3.0 + 6.0 * 0.5 / 1.5)
+    assert late_s([late(2.0, 0.0, 1.0)] * 3, 0.5) == 0.0
+
+
+def test_late_reductions_hold_up_collectives_over_the_world_and_nothing_hides_them_there():
+    assert late_s([late(2.0, 0.0), late(2.0, 0.0, 1.0), late(2.0, 1.5)], 0.0) == 1.5
+    assert late_s([late(2.0, 0.0, 1.0), late(1.0, 0.0), late(2.0, 1.5)], 0.0) == 0.5
+    assert late_s([late(2.0, 1.0, 1.0)] * 4, 0.25) == 4.0
+
+
+@pytest.mark.parametrize(("choice", "holds_up"), [(ZERO3, True), (ZERO2, True), (HSDP, False), (DP, False)])
+def test_only_what_goes_over_the_world_stands_behind_late_reductions(choice, holds_up):
+    profile = dataclasses.replace(base_profile(), backend="gloo", ranks_per_node=(2, 2))
+    links = tuple(
+        dataclasses.replace(link, group=kind)
+        for link in profile.links
+        if link.group == "world"
+        for kind in ("world", "node", "across")
+    )
+    profile = dataclasses.replace(profile, links=links)
+    (block, *_) = [s for s in profile.sections if profile.classes[s.class_index].is_block]
+    planned = uniform_sections(profile, choice, "none")[profile.sections.index(block)]
+    found = section_seconds(profile, block.class_index, planned, 2)
+    assert (found.late_reduce_s > 0) == (choice == DP)
+    assert (found.behind_late_s > 0) == holds_up
+    if holds_up:
+        assert found.behind_late_s == pytest.approx(found.gather_backward_s + found.reduce_s)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_late_reductions_of_arrays_are_those_of_sections(seed):
+    rng = random.Random(seed)
+    slowdown = rng.choice((0.0, 0.4))
+
+    def draw():
+        return late(rng.random(), rng.choice((0.0, rng.random(), 3 * rng.random())), rng.choice((0.0, 0.0, 1.0)))
+
+    def arrays(parts):
+        return tuple(
+            np.array([getattr(p, name) for p in parts]) for name in ("backward_s", "late_reduce_s", "behind_late_s")
+        )
+
+    parts, columns = [draw() for _ in range(rng.randint(1, 8))], [draw() for _ in range(5)]
+    assert added_s(*arrays(parts), slowdown) == pytest.approx(late_s(parts, slowdown))
+    for position in range(len(parts)):
+        found = added_by_column_s(position, arrays(columns), arrays(parts), slowdown)
+        replaced = [[*parts[:position], column, *parts[position + 1 :]] for column in columns]
+        assert found == pytest.approx([late_s(others, slowdown) for others in replaced])
+    among = added_among_its_like_s(*arrays(columns), slowdown, is_first=True)
+    assert among == pytest.approx([late_s([column], slowdown) for column in columns])
