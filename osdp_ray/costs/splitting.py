@@ -7,11 +7,13 @@ Slices lie along the weight's second dimension and share the operator's output a
     backward  PRE k-1, what is recomputed, gradient of the input, gradient of weight k-1, POST k-1
               then PRE i, gradient of weight i, POST i, down to slice 0, which frees what the operator frees
 
+What a kernel holds while it runs (WORKSPACE) stands for what each slice's kernel holds, a smaller one of the same kind.
 Embedding copies the columns of its output's gradient that are a slice's. Slice 0 keeps the operator's number as a
 subject of hooks, and its parameters' numbers; the others are numbered behind all of the class.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 from osdp_ray.records.plan import Unit, parse_slice, slice_name
@@ -24,6 +26,7 @@ from osdp_ray.records.profile import (
     GRADIENT,
     POST_BACKWARD,
     PRE_BACKWARD,
+    WORKSPACE,
     Operator,
     Parameter,
     Profile,
@@ -194,11 +197,16 @@ class _Cut:
     def runs(self, events: list[_Event]) -> list[_Event]:
         """The other slices run after the first."""
         written: list[_Event] = []
+        inside: list[_Event] = []
         for event in events:
             written.append(event)
-            if event[:2] == (EXIT, self.operator):
+            if event[:2] == (ENTER, self.operator):
+                inside = []
+            elif event[0] == WORKSPACE:
+                inside.append(event)
+            elif event[:2] == (EXIT, self.operator):
                 for subject in self.subjects[1:]:
-                    written += [_hook(ENTER, subject), _hook(EXIT, subject)]
+                    written += [_hook(ENTER, subject), *inside, _hook(EXIT, subject)]
         return written
 
     def backward(self, events: list[_Event], output_bytes: tuple[int, int]) -> list[_Event]:
@@ -209,6 +217,9 @@ class _Cut:
         first, end = region
         kinds = _allocations(events, region, weight)
         new = {*kinds.weight, *kinds.bias, *kinds.inputs}
+        inputs, weights = (_workspaces(events, indices) for indices in (kinds.inputs, kinds.weight))
+        moved = {*new, *inputs, *weights}
+        of_inputs, of_weights = [events[i] for i in inputs], [events[i] for i in weights]
         start = min(new, default=first + 1)
         ordered = [self.subjects[-1 - i] for i in range(len(self.subjects))]
         written = [*events[:first], _hook(PRE_BACKWARD, ordered[0]), *events[first + 1 : start]]
@@ -216,25 +227,27 @@ class _Cut:
         for number, subject in enumerate(ordered):
             if number:
                 written.append(_hook(PRE_BACKWARD, subject))
+            written += of_inputs
             is_first_slice = subject == self.operator
             if kinds.weight:
-                written += self._gradient(events[kinds.weight[0]], output_bytes, number, is_first_slice)
+                whole = [events[kinds.weight[0]], *of_weights]
+                written += self._gradient(whole, output_bytes, number, is_first_slice)
             if not is_first_slice:
                 written.append(_hook(POST_BACKWARD, subject))
         written += [events[i] for i in kinds.bias]
         done = _hook(POST_BACKWARD, self.operator)
-        rest = [events[i] for i in range(start, end) if i not in new and events[i] != done]
+        rest = [events[i] for i in range(start, end) if i not in moved and events[i] != done]
         return [*written, *rest, done, *events[end:]]
 
     def _gradient(
-        self, whole: _Event, output_bytes: tuple[int, int], number: int, is_first_slice: bool
+        self, made: list[_Event], output_bytes: tuple[int, int], number: int, is_first_slice: bool
     ) -> list[_Event]:
-        """A slice's gradient, where it is copied what it is made from."""
-        num_slices = len(self.subjects)
+        """A slice's gradient, where it is copied what it is made from. `made` is how the whole one comes about."""
+        num_slices, (whole, *workspaces) = len(self.subjects), made
         buffer = whole[2]
         if not is_first_slice:
             buffer, self.next_buffer = self.next_buffer, self.next_buffer + 1
-        events: list[_Event] = [(ALLOC, 0, buffer, whole[3] // num_slices, whole[4] // num_slices)]
+        events: list[_Event] = [(ALLOC, 0, buffer, whole[3] // num_slices, whole[4] // num_slices), *workspaces]
         if self.section_class.operators[self.operator].kind == _COPYING:
             copy, self.next_buffer = self.next_buffer, self.next_buffer + 1
             constant, per_sample = (size // num_slices for size in output_bytes)
@@ -265,6 +278,15 @@ def _allocations(events: list[_Event], region: tuple[int, int], weight: int | No
             kind = "inputs" if owner is None else "weight" if owner == weight else "bias"
             found[kind].append(index)
     return _Allocations(**{kind: tuple(indices) for kind, indices in found.items()})
+
+
+def _workspaces(events: list[_Event], allocations: tuple[int, ...]) -> list[int]:
+    """Indices of what the kernels held that made these allocations; it stands right behind them."""
+    found = []
+    for index in allocations:
+        following = itertools.takewhile(lambda i: events[i][0] == WORKSPACE, range(index + 1, len(events)))
+        found += list(following)
+    return found
 
 
 def _recomputed_until(events: list[_Event], first: int, end: int) -> int:

@@ -8,7 +8,7 @@ from osdp_ray.costs import predict_sections, split_class, splits_of, splittable
 from osdp_ray.costs.splitting import split_trace
 from osdp_ray.planning.choices import DP, ZERO2, ZERO3, group_units, large_operators, split_assignments, with_slices
 from osdp_ray.records.plan import SectionPlan, parse_slice, short_names, slice_name
-from osdp_ray.records.profile import ALLOC, ENTER, EXIT, GRADIENT, POST_BACKWARD, PRE_BACKWARD
+from osdp_ray.records.profile import ALLOC, ENTER, EXIT, GRADIENT, POST_BACKWARD, PRE_BACKWARD, WORKSPACE
 from tests.random_profiles import base_profile
 
 UP, DOWN = 4, 5  # operators of the golden profile's blocks
@@ -67,6 +67,45 @@ def test_a_trace_runs_slices_in_turn_and_makes_their_gradients_one_by_one(profil
     weights = [e for e in events(made.backward) if e[0] == GRADIENT and cut.operator_of.get(e[1]) in subjects]
     assert sorted(allocated[e[2]] for e in weights) == [2048, 131072, 131072]  # the bias, and halves of 512 x 128 x 4
     assert made.outputs == trace.outputs
+
+
+def with_scratch(row, number):
+    """The events with a scratch of its own behind every allocation."""
+    found = []
+    for event in events(row):
+        found.append(event)
+        if event[0] == ALLOC:
+            number += 1
+            found.append((WORKSPACE, number, 0, 0, 0))
+    return tuple(n for event in found for n in event)
+
+
+def test_every_slice_holds_while_it_runs_what_the_whole_operator_holds(profile):
+    block, trace = profile.classes[1], profile.trace(1, "none")
+    trace = dataclasses.replace(
+        trace, forward=with_scratch(trace.forward, 0), backward=with_scratch(trace.backward, 1000)
+    )
+    cut = split_class(block, ((UP, 3),))
+    subjects = [cut.subjects[f"mlp.up#{i}/3"] for i in range(3)]
+    made = split_trace(trace, block, ((UP, 3),))
+
+    def between(row, begin, end):
+        found = {}
+        for code, subject, *_ in events(row):
+            if code == begin and subject in subjects:
+                inside = found.setdefault(subject, [])
+            elif code == end and subject in subjects:
+                inside = []
+            elif code == WORKSPACE and found:
+                inside.append(subject)
+        return [found[subject] for subject in subjects]
+
+    first, *others = between(made.forward, ENTER, EXIT)
+    assert len(first) == 1, "of the product"
+    assert others == [first, first]
+    first, *others = between(made.backward, PRE_BACKWARD, POST_BACKWARD)
+    assert len(others[0]) == 2, "of the products for the input's and the weight's gradient"
+    assert others[0] == others[1] == first[:2]
 
 
 def test_slices_are_gathered_one_by_one_so_a_leaner_peak_takes_more_collectives(profile):
